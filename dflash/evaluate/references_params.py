@@ -1,0 +1,52 @@
+"""Parameters of the `references` stage: the target's own greedy continuations of the evaluation prompts."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from dflash.base.params import Params, derived, keyed, placement
+from dflash.model.target_params import Dtype, Kernels, TargetIdentity
+
+
+class PromptSet(Params):
+    """One entry of `references.prompt_sets:`; a JSONL file, or the dataset's held-out split."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="name of the set in every table")
+    path: str | None = placement(None, description="JSONL file of prompts")
+    digest: str | None = derived(None, description="sha256 of the file")
+    held_out: bool = Field(False, description="use the prompts that the dataset stage held out")
+    limit: int | None = keyed(None, ge=1, unit="prompts", description="take only the first so many")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PromptSet:
+        if self.held_out == (self.path is not None or self.digest is not None):
+            raise ValueError(f"prompt set {self.name!r}: give exactly one of `path` and `held_out: true`")
+        return self
+
+
+class ReferencesParams(Params):
+    """`references:`"""
+
+    target: TargetIdentity = derived()
+    kernels: Kernels = derived("torch", description="one references result for each of evaluate.kernels")
+    taps: list[int] = derived(default_factory=list, description="layer ids whose features the drafters read")
+    prompt_sets: list[PromptSet] = Field(
+        default_factory=lambda: [PromptSet(name="held_out", held_out=True)],
+        min_length=1,
+        description="what to judge on",
+    )
+    max_new_tokens: int = keyed(256, ge=1, unit="tokens", description="length limit of a continuation")
+    thinking: bool = Field(False, description="passed to the chat template as `enable_thinking`")
+    dtype: Dtype = Field("float32", description="precision of the target")
+    batch_size: int = placement(64, ge=1, unit="prompts", description="prompts continued together")
+    features_cache_gb: float = placement(
+        8.0, ge=0.0, unit="GB", description="features kept on disk; recomputed beyond it"
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> ReferencesParams:
+        names = [item.name for item in self.prompt_sets]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"prompt sets named twice: {', '.join(twice)}")
+        return self

@@ -1,0 +1,81 @@
+"""Which target model a run uses, by content: a directory known by its digest, or a model drawn from a seed.
+
+The target stands in the key of every stage that runs it (completions, train, references) through `TargetIdentity`. Costs
+nothing to import (no torch).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dflash.base.params import Params, placement
+
+Kernels = Literal["torch", "fla"]
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+class RandomTarget(Params):
+    """A target with weights drawn from a seed, for tests and shape benchmarks: no file, the fields are its identity.
+
+    Its tokenizer is byte-level: 256 bytes, then `<|pad|>`, `<|im_start|>`, `<|im_end|>` (end of text) and `<|mask|>`.
+    """
+
+    model_type: Literal["qwen3", "qwen3_5_text"] = Field("qwen3", description="dense (qwen3) or hybrid (qwen3_5_text)")
+    seed: int = Field(0, ge=0, description="seed of the weights")
+    vocab_size: int = Field(260, ge=260, description="at least the 256 bytes and four specials")
+    hidden_size: int = Field(32, ge=8)
+    intermediate_size: int = Field(64, ge=8)
+    num_hidden_layers: int = Field(6, ge=1)
+    num_attention_heads: int = Field(2, ge=1)
+    num_key_value_heads: int = Field(1, ge=1)
+    head_dim: int = Field(16, ge=4)
+    rope_theta: float = Field(10000.0, gt=0)
+    max_position_embeddings: int = Field(4096, ge=16, description="longest context, tokens")
+    initializer_range: float = Field(
+        0.2, gt=0, description="standard deviation of the weights; large, so that greedy text is not one token for ever"
+    )
+
+
+class TargetSection(Params):
+    """`target:` the model whose drafter is trained. Give `path` or `random`, not both."""
+
+    path: str | None = placement(None, description="directory with config.json, safetensors and tokenizer")
+    digest: str | None = Field(
+        None, description="sha256 of the directory's content; computed when left out, checked on every host when given"
+    )
+    revision: str | None = Field(None, description="name of the version, for people; part of the identity when given")
+    random: RandomTarget | None = Field(None, description="draw a tiny target from a seed instead")
+
+    @field_validator("digest")
+    @classmethod
+    def _hex(cls, value: str | None) -> str | None:
+        if value is not None and (len(value) != 64 or set(value) - set("0123456789abcdef")):
+            raise ValueError("a digest is 64 lower-case hex digits")
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TargetSection:
+        if (self.path is None) == (self.random is None):
+            raise ValueError("give exactly one of `path` and `random`")
+        return self
+
+
+class TargetIdentity(Params):
+    """The target as it stands in keys: content, never a path.
+
+    digest: sha256 of the directory, or None for a random target. The facts are read from the target's config.
+    """
+
+    digest: str | None
+    revision: str | None
+    random: RandomTarget | None
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    hybrid: bool
+    max_position_embeddings: int
+    eos_token_ids: list[int]
+    pad_token_id: int | None
+    mask_token_id: int | None
