@@ -33,7 +33,7 @@ ALLOWED_VARIABLES = (
 
 @functools.cache
 def _distributions() -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
