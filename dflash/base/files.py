@@ -112,6 +112,14 @@ class DigestCache:
             self._known[name] = self._fresh[name] = sha256_file(path)
         return self._known[name]
 
+    def knows(self, fact: str) -> bool:
+        """Whether `remember(fact)` was called before: for checks of a content that need not be repeated."""
+        return f"fact:{fact}" in self._known
+
+    def remember(self, fact: str) -> None:
+        """Remembers that something holds of a content (named by its digest), for good."""
+        self._known[f"fact:{fact}"] = self._fresh[f"fact:{fact}"] = ""
+
     def save(self) -> None:
         """Keeps the digests computed since the last save; a cache that cannot be written is not an error."""
         if not self._fresh:

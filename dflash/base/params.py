@@ -9,10 +9,11 @@ Values are coerced before they are hashed (`1e-4` is text to YAML), so one meani
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 Role = str
 KEYED, PLACEMENT, DERIVED = "keyed", "placement", "derived"
@@ -38,6 +39,17 @@ class Params(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, values: Any) -> Any:
+        """`yes` where a number is due would silently become 1."""
+        if isinstance(values, dict):
+            for name, value in values.items():
+                field = cls.model_fields.get(name)
+                if isinstance(value, bool) and field is not None and not _accepts_bool(field.annotation):
+                    raise PydanticCustomError("not_a_truth_value", f"`{name}` is not a yes/no value")
+        return values
+
     @classmethod
     def role_of(cls, name: str) -> Role:
         """`keyed`, `placement` or `derived` for a field of this model."""
@@ -50,6 +62,10 @@ class Params(BaseModel):
     def placement_values(self) -> dict[str, Any]:
         """The fields that enter no key."""
         return _select(self, {PLACEMENT})
+
+
+def _accepts_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(_accepts_bool(part) for part in get_args(annotation))
 
 
 def field_role(field: FieldInfo) -> Role:

@@ -1,0 +1,233 @@
+"""The `dflash` command: parses, calls, prints. Starts in about 0.15 s; rooms are imported by the command that needs them.
+
+Exit codes: 0 done; 1 the work failed or a decision is needed; 2 usage or config error. Errors are one line on stderr;
+`--debug` (or DFLASH_DEBUG=1) shows the traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+from dflash.base.errors import ConfigError, DflashError, PermanentError
+
+USES = """\
+dflash trains drafters for speculative decoding, from prompts to an evaluated checkpoint, and can explain every result.
+
+  Run the whole pipeline      dflash run [--configfile FILE]
+  See what would be redone    dflash plan [--configfile FILE]      (and why; `dflash run` then redoes just that)
+  See what made a result      dflash inspect results/runs/RUN/latest/manifest.json   (or any checkpoint)
+
+`dflash --help` lists all commands, `dflash COMMAND --help` explains one. README.md has the tour.
+"""
+
+app = typer.Typer(
+    help="Train DFlash drafters: prompts -> completions -> dataset -> buckets -> checkpoints -> evaluation -> report.",
+    add_completion=False,
+    no_args_is_help=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFiles = Annotated[
+    list[Path] | None, typer.Option("--configfile", help="Configuration; repeat to merge, later over earlier.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context, debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
+) -> None:
+    """What to show when no command is given."""
+    if debug:
+        os.environ["DFLASH_DEBUG"] = "1"
+    if context.invoked_subcommand is None:
+        print(USES, end="")
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+)
+def run(context: typer.Context) -> None:
+    """Run the whole pipeline: dflash run [--configfile FILE] [-n] [--recompute STAGE] [--resume] [--deep] [snakemake options].
+
+    Verifies what stands, makes what is stale, links results/runs/RUN/latest and prints the table of results.
+    -n shows the plan only. --recompute STAGE makes a costly stage anew after a change of its code. --resume continues a
+    training ended by `dflash stop`. --deep re-reads every byte when verifying. Other options go to Snakemake.
+    """
+    from dflash.run import run as run_workflow
+    from dflash.run import split_options
+    from dflash.stages import BY_NAME
+
+    options = split_options(context.args)
+    for name in options.recompute:
+        if name not in BY_NAME or not BY_NAME[name].costly:
+            raise ConfigError(f"`--recompute {name}` names no costly stage", remedy="Costly: completions, train.")
+    raise typer.Exit(run_workflow(options))
+
+
+@app.command()
+def plan(
+    configfile: ConfigFiles = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Also look for damaged results.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show each stage with its key, whether it is fresh, and why not."""
+    from dflash.plan.config import load_config
+    from dflash.plan.costly import require_decisions
+    from dflash.plan.graph import build_plan
+    from dflash.plan.verify import find_damage
+    from dflash.plan.workflow import DEFAULT_CONFIG
+    from dflash.run import plan_as_json, print_plan
+
+    made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
+    print(plan_as_json(made)) if as_json else print_plan(made)
+    sys.stdout.flush()
+    damages = find_damage(made) if verify else []
+    for damage in damages:
+        print(f"damaged: {damage.sentence()}", file=sys.stderr)
+    require_decisions(made)
+    if damages:
+        raise PermanentError(f"{len(damages)} damaged results", remedy="`dflash run` makes them again.")
+
+
+@app.command()
+def adopt(
+    stage: Annotated[str, typer.Argument(help="completions or train")],
+    old_key: Annotated[str, typer.Argument(help="key of the result to keep")],
+    why: Annotated[str, typer.Option("--why", help="the reason, kept for ever")],
+    configfile: ConfigFiles = None,
+) -> None:
+    """Keep a result although the code that made it has changed."""
+    from dflash.plan.config import load_config
+    from dflash.plan.costly import code_changes, twins
+    from dflash.plan.graph import build_plan
+    from dflash.plan.workflow import DEFAULT_CONFIG
+    from dflash.stages import BY_NAME
+
+    if stage not in BY_NAME or not BY_NAME[stage].costly:
+        raise ConfigError(f"`{stage}` is not a costly stage", remedy="Costly: completions, train.")
+    if not why.strip():
+        raise ConfigError("`--why` is empty", remedy="Say why the old result may stand for the new code.")
+    made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
+    fitting = [
+        node
+        for node in made.nodes.values()
+        if node.stage.name == stage and old_key in [old.key for old in twins(node, made.store)]
+    ]
+    if not fitting:
+        offered = [f"{change.node.stage.name} {change.old_key}" for change in code_changes(made)]
+        raise ConfigError(
+            f"{stage} {old_key} is not a result of this config's params and upstreams under other code",
+            remedy=f"Results waiting for a decision: {', '.join(offered) or 'none'}.",
+        )
+    for node in fitting:
+        made.decisions.add("adopt", stage, old_key, node.key, why)
+        print(f"{stage} {old_key} stands for {node.key} from now on ({made.decisions.path})")
+
+
+@app.command()
+def stop(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")],
+    finish: Annotated[bool, typer.Option("--finish", help="evaluate and report what exists on the next run")] = False,
+    configfile: ConfigFiles = None,
+) -> None:
+    """End a run's training after its present step; a rerun does not revive it (`dflash run --resume` does)."""
+    from dflash.plan.config import load_config
+    from dflash.plan.graph import build_plan
+    from dflash.plan.workflow import DEFAULT_CONFIG
+    from dflash.train.launch import stop as stop_training
+
+    made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
+    runs = [item for item in made.runs if item.name == run_name]
+    if not runs:
+        known = ", ".join(item.name for item in made.runs)
+        raise ConfigError(f"no run `{run_name}` in this config", remedy=f"Runs: {known}.")
+    directory = runs[0].nodes["train"].directory
+    if not directory.is_dir():
+        raise PermanentError(f"run {run_name} has not begun to train", where=str(directory))
+    marker = stop_training(directory, run_name, finish=finish)
+    tail = "`dflash run` evaluates and reports what exists" if marker.finish else "`dflash run --resume` continues it"
+    print(f"training of {run_name} has ended; {tail}")
+
+
+@app.command()
+def inspect(path: Path, as_json: AsJson = False) -> None:
+    """Say what made a result: a checkpoint folder, a lone safetensors, a receipt, a manifest or a params file."""
+    from dflash.report.inspect import describe, render
+
+    found = describe(path)
+    print(json.dumps(found, indent=2, sort_keys=True) if as_json else render(found))
+
+
+@app.command(hidden=True)
+def stage(
+    name: str,
+    params: Annotated[Path, typer.Option("--params", help="params.json of the result")],
+    store: Annotated[Path, typer.Option("--store", help="root of the store")] = Path("results/store"),
+    step: Annotated[int | None, typer.Option("--step", help="checkpoint, for train and evaluate")] = None,
+    placement: Annotated[str, typer.Option("--placement", help="JSON of what enters no key")] = "{}",
+    run_name: Annotated[str, typer.Option("--run", help="runs that asked for it")] = "",
+) -> None:
+    """Run one stage; what the rules call."""
+    from dflash.runner import main_stage
+
+    try:
+        placed = json.loads(placement)
+    except ValueError as error:
+        raise ConfigError(f"`--placement` is not JSON ({error})") from error
+    main_stage(name, params, store, step, placed, run_name)
+
+
+@app.command("write-params", hidden=True)
+def write_params(path: Path, document: str) -> None:
+    """Write the params.json of a result; what the rules call."""
+    from dflash.base.records import ParamsFile
+
+    made = ParamsFile.model_validate_json(document)
+    if not made.key == made.compute_key() == path.parent.name:
+        raise ConfigError(
+            f"the document has key {made.compute_key()}, the folder is {path.parent.name}", where=str(path)
+        )
+    made.write(path)
+
+
+@app.command("write-manifest", hidden=True)
+def write_manifest(
+    params: Path, store: Annotated[Path, typer.Option("--store", help="root of the store")] = Path("results/store")
+) -> None:
+    """Write the manifest of a run's state beside its params.json; what the rules call."""
+    from dflash.plan.manifest import build_manifest
+
+    build_manifest(params.parent, store).write(params.parent / "manifest.json")
+
+
+def main() -> None:
+    """Runs the command line; turns errors into one line and an exit code."""
+    try:
+        app(standalone_mode=False)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except DflashError as error:
+        if os.environ.get("DFLASH_DEBUG"):
+            raise
+        print(f"dflash: {error.message()}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,134 @@
+"""What keys cannot see: results that were damaged after they were made.
+
+A receipt is retired (renamed, never deleted) when it cannot be read, an output is missing or has other bytes, or an input
+it recorded is no longer the one that stands upstream. The key then has no result and is made again. Quick checks cost a stat
+an output (digests are remembered by inode, size and modification time); `deep` reads every byte.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash.base.errors import CorruptError, DecisionNeeded
+from dflash.base.files import DigestCache, sha256_file
+from dflash.base.records import CheckpointManifest, Receipt
+from dflash.base.store import STEPWISE_RECEIPTS, checkpoint_directory, read_params, receipt_path
+from dflash.plan.graph import Node, Plan
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One result that is not what its receipt says."""
+
+    node: Node
+    step: int | None
+    receipt: Path
+    why: str
+
+    def sentence(self) -> str:
+        """For people."""
+        step = f" step {self.step}" if self.step is not None else ""
+        return f"{self.node.name} {self.node.key}{step}: {self.why}"
+
+
+def find_damage(plan: Plan, *, deep: bool = False) -> list[Damage]:
+    """All damaged results of a plan, upstream first."""
+    cache = DigestCache()
+    found = []
+    for node in plan.nodes.values():
+        for step in node.steps if node.stage.stepwise else [None]:
+            receipt = node.receipt(step)
+            if receipt.exists() or receipt.is_symlink():
+                why = _fault(node, step, receipt, cache, deep)
+                if why:
+                    found.append(Damage(node, step, receipt, why))
+    cache.save()
+    return found
+
+
+def _fault(node: Node, step: int | None, path: Path, cache: DigestCache, deep: bool) -> str | None:
+    try:
+        receipt = Receipt.read(path)
+        if receipt.key != node.key or receipt.stage != node.stage.name or receipt.step != step:
+            return f"{path} is the receipt of {receipt.stage} {receipt.key} step {receipt.step}"
+        read_params(node.directory)
+        if node.stage.name == "train" and step is not None:
+            CheckpointManifest.read(checkpoint_directory(node.directory, step) / "manifest.json")
+    except CorruptError as error:
+        return error.message()
+    for output in receipt.outputs:
+        file = node.directory / output.path
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != output.size:
+            return f"{file} has {file.stat().st_size} bytes, its receipt says {output.size}"
+        if (sha256_file(file) if deep else cache.sha256(file)) != output.sha256:
+            return f"{file} has other bytes than its receipt says"
+    return _input_fault(node, step, receipt)
+
+
+def _input_fault(node: Node, step: int | None, receipt: Receipt) -> str | None:
+    for upstream in node.inputs:
+        recorded = receipt.inputs.get(upstream.name)
+        if recorded is None:
+            continue
+        path = receipt_path(upstream.directory, upstream.stage.name, step)
+        if not path.exists():
+            continue
+        try:
+            standing = Receipt.read(path).content_digest()
+        except CorruptError:
+            continue
+        if standing != recorded:
+            return f"its input {upstream.name} has been made again with other content"
+    return None
+
+
+def retire(plan: Plan, damages: list[Damage], recompute: list[str]) -> None:
+    """Takes damaged results out of the way so that they are made again.
+
+    Damage to trained checkpoints asks first, since training resumes from the last whole checkpoint before it.
+
+    Raises:
+        DecisionNeeded: a costly stage is damaged and `recompute` does not name it.
+    """
+    for damage in damages:
+        if damage.node.stage.costly and damage.node.stage.name not in recompute:
+            raise DecisionNeeded(
+                damage.sentence(),
+                remedy=f"Making it again is costly; decide with `dflash run --recompute {damage.node.stage.name}`, "
+                "or put the file back.",
+            )
+    for damage in damages:
+        mark = f"retired-{time.time_ns()}"
+        damage.receipt.replace(damage.receipt.with_name(f"{damage.receipt.name}.{mark}"))
+        if damage.node.stage.name == "train" and damage.step is not None:
+            _retire_checkpoints(damage.node.directory, damage.step, mark)
+        elif damage.node.stage.name not in STEPWISE_RECEIPTS:
+            _rebuild_params(damage.node)
+
+
+def _retire_checkpoints(directory: Path, step: int, mark: str) -> None:
+    """Moves aside the damaged checkpoint and all later ones: the trainer then resumes before it and passes them again."""
+    aside = directory / mark
+    aside.mkdir()
+    for folder in directory.glob("step_*"):
+        number = folder.name.removeprefix("step_")
+        if number.isdigit() and int(number) >= step:
+            folder.replace(aside / folder.name)
+
+
+def _rebuild_params(node: Node) -> None:
+    try:
+        read_params(node.directory)
+    except CorruptError:
+        node.params.write(node.directory / "params.json")
+
+
+def remove_private_folders(node: Node) -> None:
+    """Deletes what killed attempts left behind in a result's folder."""
+    for folder in node.directory.glob(".work*"):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,337 @@
+"""`dflash run`: verify, run Snakemake until nothing is stale or retired, relink `latest`, print the results.
+
+One `dflash run` at a time works in a results folder: a lock that its Snakemake inherits tells whether anybody is alive, so
+that a stale Snakemake lock (left by `kill -9`) can be removed without asking. Training is a detached process of its own:
+ending this command leaves it running. With nothing stale Snakemake is not started: about 0.6 s.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from dflash.base.errors import DflashError, PermanentError, TransientError
+from dflash.base.records import Failure
+from dflash.plan.code import source_root
+from dflash.plan.config import load_config
+from dflash.plan.costly import decide_recompute, require_decisions
+from dflash.plan.explain import reasons
+from dflash.plan.graph import Plan, build_plan
+from dflash.plan.links import relink_latest
+from dflash.plan.verify import find_damage, retire
+from dflash.plan.workflow import DEFAULT_CONFIG
+from dflash.runner import INVOCATION, controller_identity, process_start
+
+GRACE = 4.0
+"""Seconds that jobs get between the first signal and SIGKILL: the prompt is back within five."""
+MAX_ROUNDS = 5
+
+
+@dataclass
+class RunOptions:
+    """What the command line says. snakemake: further arguments, passed on as they are."""
+
+    config_files: list[Path] = field(default_factory=list)
+    dry_run: bool = False
+    recompute: list[str] = field(default_factory=list)
+    resume: bool = False
+    deep: bool = False
+    snakemake: list[str] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[Path]:
+        """The configuration files, the default one when none was named."""
+        return self.config_files or [DEFAULT_CONFIG]
+
+
+def say(text: str) -> None:
+    """One line of progress, on stderr."""
+    print(f"dflash: {text}", file=sys.stderr, flush=True)
+
+
+def run(options: RunOptions) -> int:
+    """Runs a configuration to its end; returns the exit code.
+
+    Raises:
+        ConfigError: bad input. DecisionNeeded: costly work would be redone. TransientError: another run is active here.
+    """
+    plan = build_plan(load_config(options.files))
+    if options.dry_run:
+        require_decisions(plan)
+        print_plan(plan)
+        return 0
+    plan.config.results.mkdir(parents=True, exist_ok=True)
+    with owner_lock(plan.config.results) as descriptor:
+        decide_recompute(plan, options.recompute)
+        _stopped(plan, resume=options.resume)
+        for _ in range(MAX_ROUNDS):
+            damages = find_damage(plan, deep=options.deep)
+            if damages:
+                for damage in damages:
+                    say(f"damaged: {damage.sentence()}")
+                retire(plan, damages, options.recompute)
+            require_decisions(plan)
+            if not stale_paths(plan) and not options.snakemake:
+                break
+            if not damages:
+                _announce(plan)
+            status = run_snakemake(plan, options, descriptor)
+            if status != 0:
+                _explain_failure(plan)
+                return status
+            plan = build_plan(load_config(options.files))
+            options.snakemake = []
+        else:
+            raise PermanentError(f"results are still damaged after {MAX_ROUNDS} rounds", remedy="Check the disk.")
+        relink_latest(plan)
+    print_results(plan)
+    return 0
+
+
+def stale_paths(plan: Plan) -> list[Path]:
+    """Receipts, params files and manifests that do not stand."""
+    missing = [path for node in plan.nodes.values() for path in [node.directory / "params.json", *node.missing()]]
+    missing += [run.directory / "manifest.json" for run in plan.runs]
+    return [path for path in missing if not path.exists()]
+
+
+def _announce(plan: Plan) -> None:
+    why = reasons(plan)
+    for (stage, key), reason in why.items():
+        node = plan.node(stage, key)
+        count = f", {len(node.missing())} of {len(node.steps)} steps" if node.stage.stepwise else ""
+        say(f"{node.name} {key}{count}: {reason}")
+
+
+def print_plan(plan: Plan) -> None:
+    """The short table of `dflash run -n`: stage, key, state, reason."""
+    why = reasons(plan)
+    for (stage, key), node in plan.nodes.items():
+        missing = len(node.missing())
+        total = len(node.receipts())
+        state = "fresh" if not missing else f"{missing} of {total} to make" if total > 1 else "to make"
+        reason = why.get((stage, key), "")
+        print(f"{node.name:<28} {key}  {state:<18} {reason}".rstrip())
+
+
+def _stopped(plan: Plan, *, resume: bool) -> None:
+    """Refuses to revive a training that somebody stopped, unless asked to."""
+    from dflash.train.launch import clear_stop, refuse_stopped
+
+    for node in plan.nodes.values():
+        if node.stage.name != "train" or not (node.directory / "stop.json").exists():
+            continue
+        if resume:
+            clear_stop(node.directory)
+            say(f"{node.name} {node.key}: the stop marker is removed, training goes on")
+        elif node.missing():
+            refuse_stopped(node.directory)
+
+
+@contextlib.contextmanager
+def owner_lock(results: Path) -> Iterator[int]:
+    """Makes this process the one that runs the workflow in `results`; yields the lock's descriptor for Snakemake to inherit.
+
+    Raises:
+        TransientError: another `dflash run` (or the Snakemake it started) is alive; says whose.
+    """
+    path = results / ".run.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = path.read_text().strip() or "unknown"
+            raise TransientError(
+                f"another `dflash run` is at work here ({owner})",
+                where=str(results),
+                remedy="Wait for it, or end it with Ctrl-C there; training goes on either way.",
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def snakemake_command(options: RunOptions) -> list[str]:
+    """The argv of the workflow."""
+    root = source_root()
+    snakefile = Path("Snakefile") if Path("Snakefile").is_file() else root / "Snakefile"
+    profile = Path("profiles/default") if Path("profiles/default").is_dir() else root / "profiles/default"
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--workflow-profile", str(profile)]
+    command += ["--configfile", *map(str, options.config_files)] if options.config_files else []
+    if not {"--quiet", "-q", "--verbose"} & set(options.snakemake):
+        command += ["--quiet", "all"]
+    return [*command, *options.snakemake]
+
+
+def run_snakemake(plan: Plan, options: RunOptions, descriptor: int) -> int:
+    """Runs Snakemake in its own process group and passes SIGINT and SIGTERM on to the group."""
+    _unlock(options)
+    _forget_incomplete(plan, options)
+    environment = {**os.environ, INVOCATION: controller_identity()}
+    paths = [str(source_root()), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in paths if part)
+    child = subprocess.Popen(
+        snakemake_command(options), process_group=0, pass_fds=(descriptor,), env=environment, stdout=sys.stderr
+    )
+    stopped: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        stopped.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGINT)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while True:
+            try:
+                status = child.wait(timeout=GRACE if stopped else 0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if stopped:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(child.pid, signal.SIGKILL)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if stopped:
+        _remove_snakemake_locks()
+        say("stopped; a training that was running goes on (`dflash run` attaches to it, `dflash stop RUN` ends it)")
+        return 128 + stopped[0]
+    return 1 if status else 0
+
+
+def _unlock(options: RunOptions) -> None:
+    """Removes the lock of a Snakemake that is gone. We hold the owner's lock, so only a plain `snakemake` can be alive."""
+    if not any(Path(".snakemake/locks").glob("*")) or "--nolock" in options.snakemake:
+        return
+    alive = [pid for pid in _snakemakes_here() if pid != os.getpid()]
+    if alive:
+        raise TransientError(
+            f"a snakemake (pid {alive[0]}) is at work in this folder",
+            where=str(Path.cwd()),
+            remedy="Wait for it to end.",
+        )
+    say("removing the lock of a workflow that was killed")
+    _remove_snakemake_locks()
+
+
+def _remove_snakemake_locks() -> None:
+    for lock in Path(".snakemake/locks").glob("*"):
+        lock.unlink(missing_ok=True)
+
+
+def _snakemakes_here() -> list[int]:
+    """Processes that run Snakemake in this working directory."""
+    found = []
+    here = Path.cwd().resolve()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            cwd = (folder / "cwd").resolve()
+        except OSError:
+            continue
+        is_snakemake = any(word.endswith(b"/snakemake") or word == b"snakemake" for word in words[:4])
+        if is_snakemake and cwd == here and process_start(int(folder.name)) is not None:
+            found.append(int(folder.name))
+    return found
+
+
+def _forget_incomplete(plan: Plan, options: RunOptions) -> None:
+    """A job orphaned by `kill -9` may have finished: its receipt is whole, but Snakemake holds it for incomplete and would
+    delete it. Receipts were verified just before, so those that stand are good."""
+    markers = {path.name for path in Path(".snakemake/incomplete").glob("*")}
+    if not markers:
+        return
+    receipts = [str(path) for node in plan.nodes.values() for path in node.receipts() if path.exists()]
+    # Snakemake names a marker after the output's path, in URL-safe base64.
+    whole = [path for path in receipts if base64.urlsafe_b64encode(path.encode()).decode() in markers]
+    if whole:
+        command = [*snakemake_command(RunOptions(options.config_files)), "--cleanup-metadata", *whole]
+        subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _explain_failure(plan: Plan) -> None:
+    """Names the cause that a stage left behind."""
+    for node in plan.nodes.values():
+        for path in sorted(node.directory.glob("failure*.json")):
+            try:
+                failure = Failure.read(path)
+            except DflashError:
+                continue
+            if node.missing():
+                say(f"{node.name} {node.key} failed ({failure.kind}): {failure.message}")
+
+
+def print_results(plan: Plan) -> None:
+    """The table of results of every run, on stdout, and where its report is."""
+    from dflash.report.tables import results_table
+
+    for planned in plan.runs:
+        print(results_table(planned.directory))
+        print(f"report: {planned.directory.parent / 'latest' / 'report.html'}")
+
+
+def plan_as_json(plan: Plan) -> str:
+    """`dflash plan --json`."""
+    why = reasons(plan)
+    nodes = [
+        {
+            "name": node.name,
+            "stage": stage,
+            "key": key,
+            "runs": node.runs,
+            "directory": str(node.directory),
+            "fresh": not node.missing(),
+            "missing": len(node.missing()),
+            "receipts": len(node.receipts()),
+            "adopted_for": node.adopted,
+            "reason": why.get((stage, key), ""),
+            "upstream": node.params.upstream,
+        }
+        for (stage, key), node in plan.nodes.items()
+    ]
+    runs = [
+        {"name": item.name, "runkey": item.runkey, "directory": str(item.directory), "steps": item.steps}
+        for item in plan.runs
+    ]
+    return json.dumps({"runs": runs, "nodes": nodes}, indent=2, sort_keys=True)
+
+
+def split_options(arguments: Sequence[str]) -> RunOptions:
+    """Reads `dflash run` arguments: ours by name, all others go to Snakemake in their order."""
+    options = RunOptions()
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        if word in ("--configfile", "--configfiles"):
+            while waiting and not waiting[0].startswith("-"):
+                options.config_files.append(Path(waiting.pop(0)))
+        elif word.startswith("--configfile="):
+            options.config_files.append(Path(word.partition("=")[2]))
+        elif word in ("-n", "--dry-run", "--dryrun"):
+            options.dry_run = True
+        elif word == "--resume":
+            options.resume = True
+        elif word == "--deep":
+            options.deep = True
+        elif word == "--recompute" and waiting:
+            options.recompute.append(waiting.pop(0))
+        elif word.startswith("--recompute="):
+            options.recompute.append(word.partition("=")[2])
+        else:
+            options.snakemake.append(word)
+    return options

@@ -1,0 +1,358 @@
+"""Runs one stage the way every stage must run: params checked, inputs checked, outputs published whole, receipt last.
+
+    lock the result -> read params.json and check its key -> check upstream receipts and bytes -> run in a private folder
+    -> move the outputs in place -> receipt.json by rename
+
+A stage that is killed at any point leaves no receipt, and the next attempt starts from a clean private folder. A permanent
+failure leaves `failure.json`, so that retries of the same invocation stop at once with its cause. Costs one hash of each
+output; inputs are hashed once and then remembered by inode, size and modification time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dflash.base.environment import collect, store_environment
+from dflash.base.errors import CorruptError, DflashError, PermanentError
+from dflash.base.files import DigestCache, fsync_directory, locked, sha256_file, write_json
+from dflash.base.params import PLACEMENT, Params
+from dflash.base.progress import Progress
+from dflash.base.records import Failure, OutputFile, ParamsFile, Receipt, now
+from dflash.base.stage import HostContext, Inputs, Outputs
+from dflash.base.store import checkpoint_directory, load_inputs, read_params, receipt_path
+from dflash.stages import BY_NAME, Stage
+
+INVOCATION = "DFLASH_INVOCATION"
+CONTROLLER = "DFLASH_CONTROLLER"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One stage to run. placement: values in no key, among them `files` (digest -> path) and `target_path`."""
+
+    stage: Stage
+    params_path: Path
+    store: Path
+    step: int | None = None
+    placement: Mapping[str, Any] = field(default_factory=dict)
+    run: str = ""
+
+    @property
+    def directory(self) -> Path:
+        """The result's folder: where its params lie."""
+        return self.params_path.parent
+
+    @property
+    def receipt(self) -> Path:
+        """Where the receipt goes."""
+        return receipt_path(self.directory, self.stage.name, self.step)
+
+    @property
+    def failure(self) -> Path:
+        """Where a permanent failure leaves its cause."""
+        return self.directory / (f"failure.step_{self.step}.json" if self.step is not None else "failure.json")
+
+    @property
+    def label(self) -> str:
+        """How the stage is called in messages."""
+        step = f" step {self.step}" if self.step is not None else ""
+        return f"{self.stage.name} {self.directory.name}{step}"
+
+
+def run_job(job: Job) -> Receipt:
+    """Runs a stage and writes its receipt; returns at once when the receipt stands.
+
+    Raises:
+        DflashError: of the kind that says whether a retry may help.
+    """
+    watch_controller()
+    _refuse_repeated_failure(job)
+    try:
+        if job.stage.name == "train":
+            return _wait_for_checkpoint(job)
+        with locked(_lock_path(job)):
+            if job.receipt.exists():
+                return Receipt.read(job.receipt)
+            return _run_locked(job)
+    except DflashError as error:
+        if error.kind != "transient":
+            _leave_failure(job, error)
+        raise
+
+
+def _lock_path(job: Job) -> Path:
+    return job.directory / (f".lock.step_{job.step}" if job.step is not None else ".lock")
+
+
+def _run_locked(job: Job) -> Receipt:
+    started = now()
+    document = read_params(job.directory)
+    params = stage_params(job.stage, document, job.placement)
+    inputs = _inputs(job, document)
+    verify_inputs(inputs)
+    work = job.directory / (f".work.step_{job.step}" if job.step is not None else ".work")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    outputs = job.stage.run()(params, inputs, work, host_context(job))
+    if not outputs.counts.balanced():
+        raise PermanentError(
+            f"{outputs.counts.total} inputs, but ok {outputs.counts.ok} + error {outputs.counts.error} + skipped "
+            f"{outputs.counts.skipped} do not add up to them",
+            where=job.label,
+        )
+    files = _publish(work, job.directory, outputs)
+    receipt = Receipt(
+        stage=job.stage.name,
+        key=document.key,
+        step=job.step,
+        outputs=files,
+        inputs=input_digests(inputs),
+        host=host_context(job).host,
+        started=started,
+        finished=now(),
+        attempt=_attempt(job),
+        environment=store_environment(job.store, collect(outputs.kernels)),
+        counts=outputs.counts,
+        results=outputs.results,
+    )
+    receipt.write(job.receipt)
+    job.failure.unlink(missing_ok=True)
+    return receipt
+
+
+def stage_params(stage: Stage, document: ParamsFile, placement: Mapping[str, Any]) -> Params:
+    """The params model of a stage from its `params.json` and the placement of this host.
+
+    Raises:
+        CorruptError: the file's values do not fit the model of this code.
+    """
+    model = stage.params_model()
+    placed = {name: placement[name] for name in model.model_fields if name in placement}
+    try:
+        return model.model_validate({**document.params, **placed})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CorruptError(
+            f"params do not fit this version of {stage.name}: {'.'.join(map(str, first['loc']))}: {first['msg']}",
+            where=f"{stage.name}/{document.key}/params.json",
+            remedy="Plan again with `dflash run`.",
+        ) from error
+
+
+def _inputs(job: Job, document: ParamsFile) -> Inputs:
+    target = job.placement.get("target_path")
+    return load_inputs(
+        document,
+        job.store,
+        files={digest: Path(path) for digest, path in job.placement.get("files", {}).items()},
+        target_path=Path(target) if target else None,
+        step=job.step,
+    )
+
+
+def verify_inputs(inputs: Inputs) -> None:
+    """Checks that upstream outputs and external files are what their digests say.
+
+    Raises:
+        CorruptError: a file is missing or has other bytes; names it.
+    """
+    cache = DigestCache()
+    for upstream in inputs.upstream.values():
+        for output in upstream.receipt.outputs if upstream.receipt else []:
+            path = upstream.directory / output.path
+            if not path.exists() or path.stat().st_size != output.size or cache.sha256(path) != output.sha256:
+                raise CorruptError(
+                    "an input is missing or its bytes are not those its receipt records",
+                    where=str(path),
+                    remedy="Run `dflash run`, which finds and rebuilds damaged results.",
+                )
+    for digest, path in inputs.files.items():
+        if not path.exists() or cache.sha256(path) != digest:
+            raise CorruptError(
+                "the file is missing or has changed since the plan was made",
+                where=str(path),
+                remedy="Run `dflash run` again.",
+            )
+    cache.save()
+
+
+def input_digests(inputs: Inputs) -> dict[str, str]:
+    """Content digests of the upstream receipts, as the receipt records them."""
+    return {name: item.receipt.content_digest() for name, item in inputs.upstream.items() if item.receipt is not None}
+
+
+def host_context(job: Job) -> HostContext:
+    """This host, as stages see it."""
+    placement = {**job.placement, "store": str(job.store), "run": job.run, "scratch": str(job.directory / "partial")}
+    return HostContext(
+        host=str(job.placement.get("host", "local")),
+        device=str(job.placement.get("device", "cpu")),
+        threads=int(job.placement.get("threads", 1)),
+        attempt=_attempt(job),
+        placement=placement,
+        progress=Progress(job.label),
+    )
+
+
+def _attempt(job: Job) -> int:
+    return int(job.placement.get("attempt", 1))
+
+
+def _publish(work: Path, directory: Path, outputs: Outputs) -> list[OutputFile]:
+    """Moves outputs from the private folder into the result's folder, each synced and digested before it moves."""
+    listed = []
+    for name in outputs.files:
+        source, destination = work / name, directory / name
+        with source.open("rb") as stream:
+            os.fsync(stream.fileno())
+        listed.append(_output(work, name))
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        source.replace(destination)
+        fsync_directory(destination.parent)
+    shutil.rmtree(work)
+    return listed
+
+
+def _wait_for_checkpoint(job: Job) -> Receipt:
+    """The `train` stage seen from a rule: make sure the trainer lives, wait for the step, write its receipt.
+
+    The receipt lists the exported drafter, not `manifest.json`, which holds times: equal trainings have equal receipts.
+    """
+    from dflash.train.launch import ensure_alive, wait_for_step
+
+    if job.step is None:
+        raise PermanentError("train has one receipt a step; no step was given", where=job.label)
+    if job.receipt.exists():
+        return Receipt.read(job.receipt)
+    started = now()
+    document = read_params(job.directory)
+    stage_params(job.stage, document, job.placement)
+    inputs = _inputs(replace(job, step=None), document)
+    context = host_context(job)
+    placement = job.directory / "placement.json"
+    write_json(
+        placement,
+        {
+            "host": context.host,
+            "device": context.device,
+            "threads": context.threads,
+            "target_path": job.placement.get("target_path"),
+            "values": {name: job.placement[name] for name in placement_fields(job.stage) if name in job.placement},
+        },
+    )
+    steps = [int(step) for step in job.placement.get("steps", [job.step])]
+    ensure_alive(job.directory, job.store, placement, job.run, steps)
+    manifest = wait_for_step(job.directory, job.step, progress=context.progress)
+    folder = checkpoint_directory(Path(), job.step) / "drafter"
+    receipt = Receipt(
+        stage=job.stage.name,
+        key=document.key,
+        step=job.step,
+        outputs=[_output(job.directory, str(folder / file.path)) for file in manifest.drafter.files],
+        inputs=input_digests(inputs),
+        host=context.host,
+        started=started,
+        finished=now(),
+        attempt=len(manifest.lineage.attempts),
+        environment=store_environment(job.store, manifest.environment),
+    )
+    receipt.write(job.receipt)
+    return receipt
+
+
+def placement_fields(stage: Stage) -> list[str]:
+    """The names of a stage's params that enter no key."""
+    model = stage.params_model()
+    return [name for name in model.model_fields if model.role_of(name) == PLACEMENT]
+
+
+def _output(directory: Path, name: str) -> OutputFile:
+    path = directory / name
+    return OutputFile(path=name, size=path.stat().st_size, sha256=sha256_file(path))
+
+
+def _refuse_repeated_failure(job: Job) -> None:
+    invocation = os.environ.get(INVOCATION)
+    if invocation is None or not job.failure.exists():
+        return
+    failure = Failure.read(job.failure)
+    if failure.invocation == invocation:
+        raise PermanentError(failure.message)
+
+
+def _leave_failure(job: Job, error: DflashError) -> None:
+    failure = Failure(
+        stage=job.stage.name,
+        key=job.directory.name,
+        kind=error.kind,
+        message=error.message(),
+        at=now(),
+        invocation=os.environ.get(INVOCATION, ""),
+    )
+    with contextlib.suppress(PermanentError):
+        failure.write(job.failure)
+
+
+def process_start(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot, which with its pid names it for good; None when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def controller_identity() -> str:
+    """This process as `pid:start`, for children to watch."""
+    return f"{os.getpid()}:{process_start(os.getpid())}"
+
+
+def watch_controller(poll: float = 0.5) -> None:
+    """Ends this process when the Snakemake that started it is gone (a `kill -9` leaves jobs alive and writing).
+
+    Nothing half-made can be taken for a result: receipts come last.
+    """
+    pid, _, start = os.environ.get(CONTROLLER, "").partition(":")
+    if not start:
+        return
+
+    def watch() -> None:
+        while process_start(int(pid)) == start:
+            time.sleep(poll)
+        print("the workflow that started this job is gone; stopping", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="controller-watch").start()
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silences warnings that mean nothing to a user of the workflow (missing optional kernels on a CPU, progress bars)."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        yield
+
+
+def main_stage(name: str, params: Path, store: Path, step: int | None, placement: Mapping[str, Any], run: str) -> None:
+    """What `dflash stage` does. `params` lies in the result's folder."""
+    if name not in BY_NAME:
+        raise PermanentError(f"there is no stage {name!r}", remedy=f"Stages: {', '.join(BY_NAME)}.")
+    with quiet_libraries():
+        run_job(Job(BY_NAME[name], params, store, step, placement, run))
