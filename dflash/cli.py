@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError
@@ -213,14 +212,7 @@ def write_manifest(
 def main() -> None:
     """Runs the command line; turns errors into one line and an exit code."""
     try:
-        app(standalone_mode=False)
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except click.exceptions.Abort:
-        sys.exit(130)
+        app()
     except KeyboardInterrupt:
         sys.exit(130)
     except DflashError as error:

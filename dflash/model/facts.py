@@ -16,7 +16,7 @@ from dflash.model.identity import target_digest
 from dflash.model.target_params import RandomTarget, TargetIdentity, TargetSection
 
 MASK_TOKEN = "<|mask|>"
-BYTE_SPECIALS = {"pad": 256, "im_start": 257, "im_end": 258, "mask": 259}
+BYTE_SPECIALS = {"pad": 256, "im_end": 257, "im_start": 258, "mask": 259}
 """Ids of the special tokens of the byte-level tokenizer that random targets use, after the 256 bytes."""
 
 
@@ -34,10 +34,7 @@ def identify(section: TargetSection, cache: DigestCache) -> TargetIdentity:
     text = config.get("text_config", config)
     digest = section.digest
     if digest is None:
-        try:
-            digest = target_digest(directory, cache)
-        except FileNotFoundError as error:
-            raise ConfigError(f"`target.path: {directory}` lacks {error.filename}", where="target.path") from error
+        digest = target_digest(directory, cache)
     generation = directory / "generation_config.json"
     eos = _read(generation).get("eos_token_id") if generation.exists() else None
     eos = eos if eos is not None else text.get("eos_token_id", config.get("eos_token_id"))

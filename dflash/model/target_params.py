@@ -19,7 +19,7 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 class RandomTarget(Params):
     """A target with weights drawn from a seed, for tests and shape benchmarks: no file, the fields are its identity.
 
-    Its tokenizer is byte-level: 256 bytes, then `<|pad|>`, `<|im_start|>`, `<|im_end|>` (end of text) and `<|mask|>`.
+    Its tokenizer is byte-level: 256 bytes, then `<|endoftext|>` (padding), `<|im_end|>`, `<|im_start|>` and `<|mask|>`.
     """
 
     model_type: Literal["qwen3", "qwen3_5_text"] = Field("qwen3", description="dense (qwen3) or hybrid (qwen3_5_text)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from dflash.base.errors import ConfigError
-from dflash.model.identity import cached_digests, target_digest
+from dflash.model.identity import target_digest
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "dflash" / "file-digests.json"
+    return tmp_path / "cache" / "dflash" / "digests.json"
 
 
 def make(root: Path) -> Path:
@@ -43,13 +44,13 @@ def test_every_part_counts(name: str, tmp_path: Path) -> None:
 
 def test_a_file_is_read_once_until_it_changes(tmp_path: Path, own_cache: Path) -> None:
     root = make(tmp_path / "one")
-    file = root / "model.safetensors"
-    (first,) = cached_digests([file])
-    planted = own_cache.read_text().replace(first, "f" * 64)
-    own_cache.write_text(planted)
-    assert cached_digests([file]) == ["f" * 64]
-    file.write_bytes(b"other weights")
-    assert cached_digests([file]) not in (["f" * 64], [first])
+    before = target_digest(root)
+    known = json.loads(own_cache.read_text())
+    own_cache.write_text(json.dumps(dict.fromkeys(known, "f" * 64)))
+    planted = target_digest(root)
+    assert planted != before
+    (root / "model.safetensors").write_bytes(b"other weights")
+    assert target_digest(root) not in (planted, before)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]"])
