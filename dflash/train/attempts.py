@@ -1,0 +1,79 @@
+"""One start of a trainer, as it is recorded in `attempts/<n>.json`: what was run, where, and how it ended.
+
+The record is written by the launcher: before the trainer starts, when its pid is known, and when it has ended. A record
+without an end is an attempt whose launcher was killed. No torch; a small file an attempt.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dflash.base.errors import ConfigError
+from dflash.base.files import read_json
+from dflash.base.records import Record
+
+
+class Placement(BaseModel):
+    """Where and how a training runs; nothing in it enters a key.
+
+    host: stable name of the host. device: `cpu`, `cuda`, `cuda:0`. threads: of the trainer's process. target_path: the
+    target's folder on this host, None for a random target. values: the placement fields of `TrainParams` by name
+    (`checkpoint_every`, `keep_states`, ...).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    host: str = "local"
+    device: str = "cpu"
+    threads: int = Field(1, ge=1)
+    target_path: str | None = None
+    values: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Placement:
+        """Reads a placement file.
+
+        Raises:
+            ConfigError: an unknown field or a wrong value; names file and field.
+        """
+        try:
+            return cls.model_validate(read_json(path))
+        except ValueError as error:
+            raise ConfigError(f"not a placement: {error}", where=str(path)) from error
+
+
+class Attempt(Record):
+    """`attempts/<n>.json`. `exit` is the trainer's exit status, `signal` the signal that killed it; None while it runs."""
+
+    attempt: int
+    run: str
+    invocation: str
+    argv: list[str]
+    launcher_pid: int
+    trainer_pid: int | None = None
+    start: str
+    end: str | None = None
+    exit: int | None = None
+    signal: str | None = None
+    code: str
+    placement: Placement
+
+
+def attempt_path(directory: Path, attempt: int) -> Path:
+    """Where the record of an attempt lies."""
+    return directory / "attempts" / f"{attempt}.json"
+
+
+def attempt_numbers(directory: Path) -> list[int]:
+    """The numbers of all attempts of a training, ascending."""
+    folder = directory / "attempts"
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.stem) for path in folder.glob("*.json") if path.stem.isdigit())
+
+
+def read_attempts(directory: Path) -> list[Attempt]:
+    """All attempts of a training, oldest first."""
+    return [Attempt.read(attempt_path(directory, number)) for number in attempt_numbers(directory)]

@@ -1,0 +1,475 @@
+"""Starts, watches and stops the detached trainer of one training. What the rule `checkpoint_step` and `dflash stop` call.
+
+    python -m dflash.train.launch --directory DIR --store STORE --placement FILE --run NAME [--invocation ID] [--foreground]
+
+The launcher leaves the session and process group it was called from, ignores SIGHUP, writes to `trainer.log`, takes the
+lease, records the attempt, starts the trainer as its child and waits for it. Both hold the lease: it is free only when both
+are gone. If the launcher dies the trainer sees that its parent has changed, and ends itself; if the trainer dies the
+launcher records how. Whoever waits for a checkpoint holds nothing and may be killed without harm.
+
+Costs: a launcher is a Python process without torch, about 40 MB, asleep; a waiter looks five times a second at two files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError, TransientError
+from dflash.base.progress import Progress
+from dflash.base.records import CheckpointManifest, Failure, LeaseRecord, MetricsLine, StopMarker, now
+from dflash.base.store import checkpoint_directory, read_params
+from dflash.hosts import lease
+from dflash.train import schedule
+from dflash.train.attempts import Attempt, Placement, attempt_numbers, attempt_path
+
+POLL = 0.2
+"""Seconds between two looks of a waiter."""
+LAUNCH_TIMEOUT = 120.0
+"""Seconds a launcher may take to hold the lease."""
+ALREADY_HELD = 3
+"""Exit status of a launcher that found the lease taken: somebody else's launcher is there already."""
+EXIT_BY_KIND = {"config": 2, "permanent": 4, "corrupt": 5, "transient": 6}
+"""Exit status of a trainer by the kind of its failure; 0 is done or stopped, anything else a crash."""
+
+
+def invocation_id(given: str | None) -> str:
+    """Which call of the workflow this belongs to: as given, else `DFLASH_INVOCATION`, else empty (unknown)."""
+    return given if given is not None else os.environ.get("DFLASH_INVOCATION", "")
+
+
+# ---------------------------------------------------------------- what rules call
+
+
+def ensure_alive(
+    directory: Path,
+    store: Path,
+    placement: Path,
+    run: str,
+    steps: Iterable[int],
+    *,
+    invocation: str | None = None,
+) -> None:
+    """Makes sure that every step either exists or has a trainer at work on it. Returns as soon as that is so.
+
+    Args:
+        directory: the training's folder, with its `params.json`.
+        store: the store it lies in.
+        placement: JSON file, see `attempts.Placement`.
+        run: name of the run that asks.
+        steps: scheduled steps of that run; they join the training's schedule.
+        invocation: the call of the workflow (default: `DFLASH_INVOCATION`); a permanent failure of the same call is
+            repeated at once rather than tried again.
+
+    Raises:
+        PermanentError: the run was stopped; a step was passed unsaved; or this invocation has failed for good already.
+        TransientError: the launcher did not get going.
+    """
+    wanted = set(steps)
+    missing = {step for step in wanted if not schedule.exists(directory, step)}
+    if missing:
+        refuse_stopped(directory)
+    schedule.merge_steps(directory, wanted)
+    ahead = {step for step in missing if step > schedule.passed(directory)}
+    if not ahead or lease.holder(schedule.lease_path(directory)) is not None:
+        return
+    _refuse_known_failure(directory, invocation_id(invocation))
+    _start_launcher(directory, store, placement, run, invocation_id(invocation))
+
+
+def wait_for_step(
+    directory: Path, step: int, *, progress: Progress | None = None, poll: float = POLL
+) -> CheckpointManifest:
+    """Waits for the checkpoint of a step and returns its manifest. Holds nothing; killing it leaves training alone.
+
+    Raises:
+        PermanentError: training has passed the step unsaved, was stopped, or has failed for good.
+        TransientError: the trainer is gone and may be started again; carries the end of its log.
+        CorruptError: the manifest is damaged or of another training.
+    """
+    progress = progress or Progress("train")
+    watch = _Watch(directory, step, progress)
+    while True:
+        # The order matters: a trainer writes the manifest before its status, and both before it lets go of the lease.
+        holder = lease.holder(schedule.lease_path(directory))
+        reached = schedule.passed(directory)
+        if schedule.exists(directory, step):
+            return _read_manifest(directory, step)
+        if holder is None:
+            _raise_gone(directory, step)
+        elif step <= reached:
+            _refuse_unsaved(directory, step, holder)
+        watch.look()
+        time.sleep(poll)
+
+
+def stop(
+    directory: Path, run: str, *, finish: bool = False, timeout: float = 600.0, poll: float = 0.1
+) -> StopMarker:
+    """Ends the training: leaves `stop.json`, asks the trainer to save and end, and waits until the lease is free.
+
+    Calling it again changes nothing but `finish`. The trainer completes the step it is in and saves a resumable state.
+
+    Raises:
+        TransientError: the trainer has not ended within `timeout` seconds; the marker stands and it goes on ending.
+    """
+    marker = _leave_marker(directory, run, finish)
+    deadline = time.monotonic() + timeout
+    signalled: set[tuple[int, str]] = set()
+    while (holder := lease.holder(schedule.lease_path(directory))) is not None:
+        if (holder.pid, holder.start) not in signalled and _is_launcher(holder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(holder.pid, signal.SIGTERM)
+            signalled.add((holder.pid, holder.start))
+        if time.monotonic() >= deadline:
+            raise TransientError(
+                f"the trainer (pid {holder.pid}) is still finishing its step after {timeout:.0f} s",
+                where=str(directory),
+                remedy="It ends with that step; look into trainer.log.",
+            )
+        time.sleep(poll)
+    return marker
+
+
+def clear_stop(directory: Path) -> None:
+    """Lets training go on after `stop` (`dflash run --resume`)."""
+    (directory / "stop.json").unlink(missing_ok=True)
+
+
+def read_stop(directory: Path) -> StopMarker | None:
+    """The stop marker of a training, or None."""
+    path = directory / "stop.json"
+    return StopMarker.read(path) if path.exists() else None
+
+
+def refuse_stopped(directory: Path) -> None:
+    """Raises PermanentError when somebody has stopped this training."""
+    marker = read_stop(directory)
+    if marker is not None:
+        raise PermanentError(
+            f"run {marker.run} was stopped by {marker.by} at {marker.at}",
+            where=str(directory / "stop.json"),
+            remedy="`dflash run --resume` continues it, `dflash stop --finish` reports what exists.",
+        )
+
+
+# ---------------------------------------------------------------- their parts
+
+
+def _leave_marker(directory: Path, run: str, finish: bool) -> StopMarker:
+    try:
+        marker = read_stop(directory)
+    except CorruptError:
+        marker = None
+    if marker is None or (finish and not marker.finish):
+        marker = StopMarker(run=run, by=lease.user_name(), at=now(), finish=finish)
+        marker.write(directory / "stop.json")
+    return marker
+
+
+def _is_launcher(holder: LeaseRecord) -> bool:
+    """Whether the pid is a launcher still: a trainer that outlives its launcher for a moment holds the lease under a pid
+    that may already be somebody else's."""
+    try:
+        return b"dflash.train.launch" in Path(f"/proc/{holder.pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _refuse_known_failure(directory: Path, invocation: str) -> None:
+    path = directory / "failure.json"
+    if not path.exists():
+        return
+    failure = Failure.read(path)
+    if invocation and failure.invocation == invocation:
+        raise _failed(failure, path)
+    path.unlink(missing_ok=True)
+
+
+def _failed(failure: Failure, path: Path) -> DflashError:
+    kinds = {"config": ConfigError, "corrupt": CorruptError}
+    return kinds.get(failure.kind, PermanentError)(f"training failed for good: {failure.message}", where=str(path))
+
+
+def _start_launcher(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> None:
+    argv = [sys.executable, "-m", "dflash.train.launch", "--directory", str(directory.absolute())]
+    argv += ["--store", str(store.absolute()), "--placement", str(placement.absolute())]
+    argv += ["--run", run, "--invocation", invocation]
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LAUNCH_TIMEOUT,
+            start_new_session=True,
+            check=False,
+            env=_environment(),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TransientError(
+            f"the launcher did not take the lease within {LAUNCH_TIMEOUT:.0f} s", where=str(directory)
+        ) from error
+    if done.returncode not in (0, ALREADY_HELD):
+        message = done.stderr.strip() or f"exit status {done.returncode}"
+        kind = PermanentError if done.returncode in (2, EXIT_BY_KIND["permanent"], EXIT_BY_KIND["corrupt"]) else TransientError
+        raise kind(f"the launcher failed: {message}", where=str(directory))
+
+
+def _environment() -> dict[str, str]:
+    """This environment, with this checkout first on the path: the launcher must run the code that called it."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _read_manifest(directory: Path, step: int) -> CheckpointManifest:
+    path = checkpoint_directory(directory, step) / "manifest.json"
+    manifest = CheckpointManifest.read(path)
+    if (manifest.key, manifest.step) != (directory.name, step):
+        raise CorruptError(
+            f"the manifest is of step {manifest.step} of training {manifest.key}", where=str(path)
+        )
+    return manifest
+
+
+def _raise_gone(directory: Path, step: int) -> None:
+    """Says why nobody is at work on the step."""
+    if schedule.exists(directory, step):
+        return
+    refuse_stopped(directory)
+    path = directory / "failure.json"
+    if path.exists():
+        raise _failed(Failure.read(path), path)
+    schedule.refuse_passed(directory, [step])
+    raise TransientError(
+        f"the trainer is gone and step {step} does not exist{_last_end(directory)}; its log ends:\n{log_tail(directory)}",
+        where=str(directory / "trainer.log"),
+        remedy="The next attempt goes on from the last checkpoint.",
+    )
+
+
+def _refuse_unsaved(directory: Path, step: int, holder: LeaseRecord) -> None:
+    status = schedule.read_status(directory)
+    if status is None or not status.belongs_to(holder):
+        return
+    if status.alert:
+        raise PermanentError(f"step {step} was not saved: {status.alert}", where=str(directory))
+    schedule.refuse_passed(directory, [step])
+
+
+def _last_end(directory: Path) -> str:
+    numbers = attempt_numbers(directory)
+    if not numbers:
+        return ""
+    attempt = Attempt.read(attempt_path(directory, numbers[-1]))
+    if attempt.signal:
+        return f" (attempt {attempt.attempt} was killed by {attempt.signal})"
+    if attempt.end is None:
+        return f" (the launcher of attempt {attempt.attempt} was killed)"
+    return f" (attempt {attempt.attempt} ended with exit status {attempt.exit})"
+
+
+def log_tail(directory: Path, lines: int = 20) -> str:
+    """The last lines of `trainer.log`."""
+    try:
+        with (directory / "trainer.log").open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - 16384))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return "(no log)"
+    return "\n".join(text.splitlines()[-lines:])
+
+
+class _Watch:
+    """Turns new lines of `metrics.jsonl` into one line of progress every few seconds."""
+
+    def __init__(self, directory: Path, step: int, progress: Progress) -> None:
+        self.path = directory / "metrics.jsonl"
+        self.step = step
+        self.progress = progress
+        self._next = time.monotonic() + progress.every
+
+    def look(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self.progress.every
+        line = last_metrics(self.path)
+        if line is None:
+            self.progress.say(f"waiting for step {self.step}; the trainer is starting")
+            return
+        left = max(0, self.step - line.step) * line.seconds
+        rate = sum(line.tokens_per_second.values())
+        self.progress.say(
+            f"step {line.step:,}/{self.step:,}, loss {line.loss:.4f}, {rate:,.0f} tok/s, about {left:.0f} s left"
+        )
+
+
+def last_metrics(path: Path) -> MetricsLine | None:
+    """The last whole line of `metrics.jsonl`, or None. Reads at most the last 256 kB."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - (256 << 10)))
+            lines = stream.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            return MetricsLine.model_validate(json.loads(line))
+    return None
+
+
+# ---------------------------------------------------------------- the launcher
+
+
+class _Launcher:
+    """The process that holds the lease and the trainer's hand."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.directory: Path = arguments.directory.resolve()
+        self.store: Path = arguments.store.resolve()
+        self.run: str = arguments.run
+        self.invocation: str = invocation_id(arguments.invocation)
+        self.params = read_params(self.directory)
+        self.placement = Placement.read(arguments.placement)
+        self.child: subprocess.Popen[bytes] | None = None
+        self.ending = False
+
+    def take_lease(self) -> lease.Lease:
+        """Takes the lease of the training and those of its GPUs, and refuses a training that was stopped meanwhile."""
+        paths = {schedule.lease_path(self.directory): f"training {self.params.key}"}
+        paths |= lease.gpu_leases(self.placement.device)
+        held = lease.acquire(paths, lease.new_record(f"training {self.params.key}", self.params.key, self.run))
+        refuse_stopped(self.directory)
+        (self.directory / "failure.json").unlink(missing_ok=True)
+        return held
+
+    def attend(self, held: lease.Lease) -> int:
+        """Runs one trainer to its end; returns its exit status (128 + signal when it was killed)."""
+        number = max(attempt_numbers(self.directory), default=0) + 1
+        argv = [sys.executable, "-m", "dflash.train.trainer", "--directory", str(self.directory)]
+        argv += ["--store", str(self.store), "--attempt", str(number), "--parent", str(os.getpid())]
+        attempt = Attempt(
+            attempt=number,
+            run=self.run,
+            invocation=self.invocation,
+            argv=argv,
+            launcher_pid=os.getpid(),
+            start=now(),
+            code=self.params.code.digest,
+            placement=self.placement,
+        )
+        path = attempt_path(self.directory, number)
+        attempt.write(path)
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, self._forward)
+        self.child = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, pass_fds=held.descriptors, env=self._child_environment()
+        )
+        attempt.trainer_pid = self.child.pid
+        attempt.write(path)
+        if self.ending:  # asked before there was a child to tell
+            self.child.terminate()
+        status = self.child.wait()
+        attempt.end = now()
+        attempt.exit = status if status >= 0 else None
+        attempt.signal = signal.Signals(-status).name if status < 0 else None
+        attempt.write(path)
+        return status if status >= 0 else 128 - status
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.ending = True
+        if self.child is not None:
+            self.child.terminate()
+
+    def _child_environment(self) -> dict[str, str]:
+        threads = str(self.placement.threads)
+        # Deterministic matrix products on CUDA need the workspace setting before the first of them.
+        fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **_environment(), **fixed}
+
+
+def _detach(log: Path) -> int:
+    """Leaves session, process group and parent; returns, in the process that lives on, where to report the start.
+
+    The process that was called stays behind until that report, prints it and exits with its status.
+    """
+    reader, writer = os.pipe()
+    if os.fork() > 0:
+        os.close(writer)
+        with os.fdopen(reader) as stream:
+            report = stream.read()
+        outcome = json.loads(report) if report else {"status": 1, "message": "it died before it held the lease"}
+        if outcome["message"]:
+            print(outcome["message"], file=sys.stderr, flush=True)
+        os._exit(outcome["status"])
+    os.close(reader)
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _redirect(log)
+    return writer
+
+
+def _redirect(log: Path) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for source, target in ((null, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+    for descriptor in (null, out):
+        if descriptor > 2:
+            os.close(descriptor)
+
+
+def _report(writer: int | None, status: int, message: str) -> None:
+    if writer is None:
+        if message:
+            print(message, file=sys.stderr, flush=True)
+        return
+    with contextlib.suppress(OSError):
+        os.write(writer, json.dumps({"status": status, "message": message}).encode())
+    os.close(writer)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The launcher's command line; see the module's docstring.
+
+    Exit status: 0 the lease is held and the trainer starts (with `--foreground`: the trainer has ended well), 3 somebody
+    holds the lease already, 2 config, 4 permanent, 5 corrupt, 6 transient.
+    """
+    parser = argparse.ArgumentParser(prog="python -m dflash.train.launch", description="Hold a training and its trainer.")
+    parser.add_argument("--directory", type=Path, required=True, help="the training's folder")
+    parser.add_argument("--store", type=Path, required=True, help="the store it lies in")
+    parser.add_argument("--placement", type=Path, required=True, help="where and how it runs (JSON)")
+    parser.add_argument("--run", required=True, help="name of the run that asks")
+    parser.add_argument("--invocation", default=None, help="call of the workflow that asks")
+    parser.add_argument("--foreground", action="store_true", help="stay with the caller (schedulers): one attempt a job")
+    arguments = parser.parse_args(argv)
+    writer = None
+    try:
+        launcher = _Launcher(arguments)
+        if not arguments.foreground:
+            writer = _detach(launcher.directory / "trainer.log")
+        held = launcher.take_lease()
+    except DflashError as error:
+        held_already = isinstance(error, lease.LeaseHeld) and error.holder.key == arguments.directory.name
+        status = ALREADY_HELD if held_already else EXIT_BY_KIND.get(error.kind, 1)
+        _report(writer, status, error.message())
+        return status
+    _report(writer, 0, "")
+    return launcher.attend(held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

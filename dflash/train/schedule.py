@@ -1,0 +1,159 @@
+"""Which steps of a training are to be saved, which exist, and how far it has got: the small files of a training's folder.
+
+    schedule.json, schedule.lock   the union of the steps that any run asked for; changed and read under flock
+    status.json                    the last completed step, by whom; rewritten every step
+    step_<n>/manifest.json         a checkpoint exists when this does
+    step_<n>/state/                training can go on from there while this stands
+
+Training passes a step once. A step that was not scheduled when training passed it is refused for good: nobody waits for
+what cannot come. Costs a few small files a look; no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from dflash.base.errors import CorruptError, PermanentError
+from dflash.base.files import locked
+from dflash.base.records import LeaseRecord, Record
+from dflash.base.store import checkpoint_directory
+from dflash.hosts import lease
+
+_STEP = re.compile(r"step_([1-9][0-9]*)")
+
+
+class Schedule(Record):
+    """`schedule.json`: steps to save, ascending. Training ends at the last of them."""
+
+    steps: list[int]
+
+
+class Status(Record):
+    """`status.json`: the last completed step of an attempt. It counts only while the lease it names is held.
+
+    alert: what a person should know (a checkpoint skipped because the disk is full); empty when nothing.
+    """
+
+    attempt: int
+    step: int
+    lease_pid: int
+    lease_start: str
+    alert: str = ""
+
+    def belongs_to(self, holder: LeaseRecord) -> bool:
+        """Whether the holder of the lease is the one this status speaks of."""
+        return (self.lease_pid, self.lease_start) == (holder.pid, holder.start)
+
+
+def lease_path(directory: Path) -> Path:
+    """The lease file of a training."""
+    return directory / "lease.json"
+
+
+def schedule_lock(directory: Path) -> Path:
+    """Held while the schedule changes, and while the trainer decides whether a step is to be saved."""
+    return directory / "schedule.lock"
+
+
+def read_schedule(directory: Path) -> list[int]:
+    """The scheduled steps, ascending; none when nothing was scheduled yet."""
+    path = directory / "schedule.json"
+    return Schedule.read(path).steps if path.exists() else []
+
+
+def merge_steps(directory: Path, steps: Iterable[int]) -> list[int]:
+    """Adds steps to the schedule (a union, under lock) and returns it. Asking again for what is scheduled changes nothing.
+
+    Raises:
+        PermanentError: a new step that training has passed without saving it; names the steps that exist.
+    """
+    with locked(schedule_lock(directory), why="the schedule of this training"):
+        known = set(read_schedule(directory))
+        new = set(steps) - known
+        refuse_passed(directory, new)
+        merged = sorted(known | new)
+        if new:
+            Schedule(steps=merged).write(directory / "schedule.json")
+    return merged
+
+
+def refuse_passed(directory: Path, steps: Iterable[int]) -> None:
+    """Refuses steps that training has passed and not saved.
+
+    Raises:
+        PermanentError: names the steps, how far training is, and the steps that exist.
+    """
+    existing = existing_steps(directory)
+    reached = passed(directory)
+    gone = sorted(step for step in set(steps) - set(existing) if step <= reached)
+    if gone:
+        raise PermanentError(
+            f"training has passed step {', '.join(map(str, gone))} without saving it and is at step {reached}; "
+            f"saved are {', '.join(map(str, existing)) or 'none'}",
+            where=str(directory),
+            remedy="Ask for steps that exist or lie ahead, or train under another key.",
+        )
+
+
+def _steps_with(directory: Path, name: str) -> list[int]:
+    """Steps whose folder holds a manifest and `name`, ascending."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in directory.iterdir():
+            match = _STEP.fullmatch(entry.name)
+            if match and (entry / "manifest.json").exists() and (entry / name).exists():
+                found.append(int(match[1]))
+    return sorted(found)
+
+
+def existing_steps(directory: Path) -> list[int]:
+    """The checkpoints that exist, ascending."""
+    return _steps_with(directory, "manifest.json")
+
+
+def resumable_steps(directory: Path) -> list[int]:
+    """The checkpoints whose state has not been pruned, ascending."""
+    return _steps_with(directory, "state")
+
+
+def exists(directory: Path, step: int) -> bool:
+    """Whether the checkpoint of a step exists."""
+    return (checkpoint_directory(directory, step) / "manifest.json").exists()
+
+
+def passed(directory: Path) -> int:
+    """The last step that training has completed and will not come back to; 0 when it has not begun.
+
+    While a trainer runs this is its last completed step. When none does it is the newest resumable checkpoint: steps
+    after that are trained again.
+    """
+    status = read_status(directory)
+    holder = lease.holder(lease_path(directory))
+    if holder is not None and status is not None and status.belongs_to(holder):
+        return status.step
+    return max(resumable_steps(directory), default=0)
+
+
+def read_status(directory: Path) -> Status | None:
+    """The status, or None when there is none or it was damaged (it is rewritten with the next step)."""
+    try:
+        return Status.read(directory / "status.json")
+    except CorruptError:
+        return None
+
+
+def write_status(directory: Path, status: Status) -> bool:
+    """Replaces `status.json`; without fsync, for it is worth nothing after a power cut. False when it cannot be written."""
+    temporary = directory / ".status.tmp"
+    try:
+        temporary.write_text(status.model_dump_json())
+        temporary.replace(directory / "status.json")
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        return False
+    return True
