@@ -48,6 +48,11 @@ class Continuation:
         return self.output[index + 1 :]
 
 
+def length_limit(max_new_tokens: int, longest: int, prompt_length: int) -> int:
+    """Most tokens that may follow a prompt: `max_new_tokens`, or what the target's context of `longest` tokens leaves."""
+    return min(max_new_tokens, longest - prompt_length)
+
+
 @dataclass(frozen=True)
 class Walk:
     """The verifications of one continuation.
@@ -195,12 +200,9 @@ def draft_continuation(
                 block_size=slots + 1,
             )
         ]
-        empty = np.empty((0, slots, 1))
-        tokens, ids, log_probs = (
-            [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
-            if parts
-            else [empty[..., 0].astype(np.int64), empty.astype(np.int64), empty]
-        )
+        tokens = np.concatenate([np.empty((0, slots), dtype=np.int64), *(part[0] for part in parts)])
+        ids = np.concatenate([part[1] for part in parts] or [np.empty((0, slots, 1), dtype=np.int64)])
+        log_probs = np.concatenate([part[2] for part in parts] or [np.empty((0, slots, 1))])
         return Drafts(continuation, tokens, ids, log_probs, lambda index, slots: draft([index], slots))
 
     return draft(range(len(continuation.output) - 1), drafter.config.block_size - 1)

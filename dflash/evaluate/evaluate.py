@@ -14,6 +14,7 @@ Files, relative to the stage's folder:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +31,18 @@ from dflash.base.stage import HostContext, Inputs, Outputs, Upstream
 from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import read_pieces, read_rows, write_table
 from dflash.evaluate import metrics
-from dflash.evaluate.acceptance import Continuation, Drafts, Walk, draft_continuation
+from dflash.evaluate.acceptance import Continuation, Drafts, Walk, draft_continuation, length_limit
 from dflash.evaluate.baselines import NGram, walk_ngram, walk_prompt_lookup
 from dflash.evaluate.ends import Ends, load_ends, target_source
 from dflash.evaluate.evaluate_params import EvaluateParams
 from dflash.evaluate.features import FeatureReader
-from dflash.evaluate.references import length_limit
 from dflash.evaluate.samples import sample
 from dflash.model.drafter import Drafter
 from dflash.model.export import load_drafter
 from dflash.model.target import DTYPES, Target, load_target, load_tokenizer
+
+OWN_DRAFTER = "trained"
+"""In the `drafter` column: a checkpoint of the run's own training."""
 
 BASELINES = ("prompt_lookup", "ngram")
 SAMPLES_A_SET = 4
@@ -126,51 +129,86 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
         host_context.device,
         host_context.placement.get("anchor_chunk", params.anchor_chunk),
     )
-    tokenizer = load_tokenizer(source)
-    rows: list[dict[str, Any]] = []
-    requests: list[dict[str, Any]] = []
-    samples: list[dict[str, Any]] = []
-    tau: dict[str, dict[str, dict[str, float]]] = {}
-    for kernel, upstream in references_by_kernel(inputs, params).items():
-        results: dict[tuple[str, str, int], list[metrics.RequestResult]] = {}
+    tally = Tally(judge, load_tokenizer(source))
+    references = {kernel: inputs.one(f"references/{kernel}") for kernel in params.kernels}
+    for kernel, upstream in references.items():
         reader = feature_reader(upstream, params, kernel, inputs, host_context)
-        shown: dict[str, int] = {}
-        for number, (row, continuation) in enumerate(continuations(upstream, params)):
+        rows = read_rows(upstream.directory / "references.parquet", REFERENCES)
+        for number, row in enumerate(rows):
+            continuation = continuation_of(row, upstream, params)
             name = f"{row['prompt_set']}/{row['id'][:12]}"
-            features = reader.read(number, continuation.prompt + continuation.output, name)
-            drafts = judge.draft(continuation, features)
-            for method, budget in judge.methods():
-                walk = judge.walk(method, budget, drafts)
-                results.setdefault((row["prompt_set"], method, budget), []).append(
-                    request_result(walk, drafts, with_slots=method == "chain")
-                )
-                requests.append(request_row(row, kernel, method, budget, walk))
-                if method == "chain" and shown.setdefault(row["prompt_set"], 0) < SAMPLES_A_SET:
-                    shown[row["prompt_set"]] += 1
-                    samples.append({"kernel": kernel, **sample(row, walk, drafts, tokenizer)})
-            host_context.progress.update(number + 1, len(requests) // len(judge.methods()), "requests")
-        for (prompt_set, method, budget), group in results.items():
-            labels = {
-                "train_key": train.params.key,
-                "step": inputs.step,
-                "drafter": "train",
-                "prompt_set": prompt_set,
-                "kernel": kernel,
-                "method": method,
-                "budget": budget,
-            }
-            rows += metrics.rows(labels, group, params.block_size, settings(params))
-            column = f"tree_{budget}" if method == "tree" else method
-            tau.setdefault(kernel, {}).setdefault(prompt_set, {})[column] = metrics.tau(group)
-    files = write_files(workdir, inputs.step, rows, requests, samples)
-    beaten = beaten_by(tau)
+            tally.add(kernel, row, continuation, reader.read(number, continuation.prompt + continuation.output, name))
+            host_context.progress.update(number + 1, len(rows), f"requests under {kernel}")
+    beaten = beaten_by(tally.tau())
     for entry in beaten:
         host_context.progress.say(
             f"WARNING: {entry['method']} commits {entry['tau']:.3f} tokens a verification on {entry['prompt_set']}, "
             f"the drafter {entry['drafter_tau']:.3f}"
         )
-    judged = len(requests) // len(judge.methods())
-    return Outputs(files, Counts(total=judged, ok=judged), {"tau": tau, "beaten_by": beaten})
+    files = tally.write(workdir, train.params.key, inputs.step)
+    results = {"tau": tally.tau(), "beaten_by": beaten}
+    return Outputs(files, Counts(total=tally.judged, ok=tally.judged), results)
+
+
+class Tally:
+    """Judges requests one by one and keeps what the files are made of: a few hundred bytes a request and method."""
+
+    def __init__(self, judge: Judge, tokenizer: Any) -> None:
+        self._judge = judge
+        self._tokenizer = tokenizer
+        self._results: dict[tuple[str, str, str, int], list[metrics.RequestResult]] = {}
+        self._requests: list[dict[str, Any]] = []
+        self._samples: list[dict[str, Any]] = []
+        self._shown: Counter[tuple[str, str]] = Counter()
+        self.judged = 0
+
+    def add(self, kernel: str, row: dict[str, Any], continuation: Continuation, features: torch.Tensor) -> None:
+        """Judges one request (a row of the references) with every method."""
+        drafts = self._judge.draft(continuation, features)
+        prompt_set = row["prompt_set"]
+        for method, budget in self._judge.methods():
+            walk = self._judge.walk(method, budget, drafts)
+            result = request_result(walk, drafts, with_slots=method == "chain")
+            self._results.setdefault((kernel, prompt_set, method, budget), []).append(result)
+            self._requests.append(request_row(row, kernel, method, budget, walk))
+            if method == "chain" and self._shown[kernel, prompt_set] < SAMPLES_A_SET:
+                self._shown[kernel, prompt_set] += 1
+                self._samples.append({"kernel": kernel, **sample(row, walk, drafts, self._tokenizer)})
+        self.judged += 1
+
+    def tau(self) -> dict[str, dict[str, dict[str, float]]]:
+        """The pooled tau by kernel, prompt set and method (`chain`, `tree_<budget>`, `prompt_lookup`, `ngram`)."""
+        tau: dict[str, dict[str, dict[str, float]]] = {}
+        for (kernel, prompt_set, method, budget), results in self._results.items():
+            name = f"tree_{budget}" if method == "tree" else method
+            tau.setdefault(kernel, {}).setdefault(prompt_set, {})[name] = metrics.tau(results)
+        return tau
+
+    def rows(self, train_key: str, step: int) -> list[dict[str, Any]]:
+        """The tidy rows."""
+        params = self._judge.params
+        made = []
+        for (kernel, prompt_set, method, budget), results in self._results.items():
+            labels = {
+                "train_key": train_key,
+                "step": step,
+                "drafter": OWN_DRAFTER,
+                "prompt_set": prompt_set,
+                "kernel": kernel,
+                "method": method,
+                "budget": budget,
+            }
+            made += metrics.rows(labels, results, params.block_size, settings(params))
+        return made
+
+    def write(self, workdir: Path, train_key: str, step: int) -> list[str]:
+        """Writes the three files; returns their names."""
+        folder = f"step_{step}"
+        (workdir / folder).mkdir(parents=True, exist_ok=True)
+        write_json(workdir / folder / "rows.json", self.rows(train_key, step))
+        write_table(workdir / folder / "requests.parquet", REQUESTS, self._requests)
+        write_json(workdir / folder / "samples.json", self._samples)
+        return [f"{folder}/rows.json", f"{folder}/requests.parquet", f"{folder}/samples.json"]
 
 
 def check_drafter(drafter: Drafter, params: EvaluateParams, where: str) -> None:
@@ -202,22 +240,10 @@ def training_samples(path: Path) -> Iterator[tuple[Sequence[int], int]]:
             yield row.values.to_numpy(), length
 
 
-def references_by_kernel(inputs: Inputs, params: EvaluateParams) -> dict[str, Upstream]:
-    """The references of each kernel that is asked for, in the order of the params."""
-    return {kernel: inputs.one(f"references/{kernel}") for kernel in params.kernels}
-
-
-def continuations(upstream: Upstream, params: EvaluateParams) -> list[tuple[dict[str, Any], Continuation]]:
-    """The rows of a references result, each as a continuation."""
-    most = upstream.params.params["max_new_tokens"]
-    longest = params.target.max_position_embeddings
-    return [
-        (
-            row,
-            Continuation(row["prompt_ids"], row["output_ids"], length_limit(most, longest, len(row["prompt_ids"]))),
-        )
-        for row in read_rows(upstream.directory / "references.parquet", REFERENCES)
-    ]
+def continuation_of(row: dict[str, Any], references: Upstream, params: EvaluateParams) -> Continuation:
+    """A row of the references as a continuation, with the length limit it was made under."""
+    most, longest = references.params.params["max_new_tokens"], params.target.max_position_embeddings
+    return Continuation(row["prompt_ids"], row["output_ids"], length_limit(most, longest, len(row["prompt_ids"])))
 
 
 def feature_reader(
@@ -272,22 +298,6 @@ def request_row(row: dict[str, Any], kernel: str, method: str, budget: int, walk
         "acceptance_lengths": walk.lengths,
         "acceptance_lengths_unclipped": walk.unclipped,
     }
-
-
-def write_files(
-    workdir: Path,
-    step: int,
-    rows: list[dict[str, Any]],
-    requests: list[dict[str, Any]],
-    samples: list[dict[str, Any]],
-) -> list[str]:
-    """Writes the three files; returns their names."""
-    folder = f"step_{step}"
-    (workdir / folder).mkdir(parents=True, exist_ok=True)
-    write_json(workdir / folder / "rows.json", rows)
-    write_table(workdir / folder / "requests.parquet", REQUESTS, requests)
-    write_json(workdir / folder / "samples.json", samples)
-    return [f"{folder}/rows.json", f"{folder}/requests.parquet", f"{folder}/samples.json"]
 
 
 def beaten_by(tau: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, Any]]:

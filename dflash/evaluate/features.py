@@ -44,6 +44,7 @@ class FeatureWriter:
 
     def __init__(self, directory: Path, taps: Sequence[int], kernels: str, dtype: str, cap: float) -> None:
         self._directory = directory
+        self._kernels = kernels
         self._head = {"taps": list(taps), "kernels": kernels, "dtype": dtype}
         self._cap = cap
         self._rows: list[dict[str, str]] = []
@@ -81,7 +82,7 @@ class FeatureWriter:
         name = self._shard_name()
         path = self._directory / name
         try:
-            save_file(self._shard, path, metadata={"format": "pt", "kernels": self._head["kernels"]})
+            save_file(self._shard, path, metadata={"format": "pt", "kernels": self._kernels})
         except (OSError, SafetensorError) as error:
             raise PermanentError(
                 f"cannot write features: {error}",

@@ -4,7 +4,7 @@ Columns of a row, in this order:
 
     run             name of the run; empty here, the report fills it in
     train_key, step which checkpoint
-    drafter         `train` for a checkpoint of the run's training, else the name of the drafter
+    drafter         `trained` for a checkpoint of the run's own training, else the drafter's name
     prompt_set      which prompts
     length_bucket   `all`, or `lo-hi`: verifications whose context (the tokens before the anchor) has lo <= length < hi
     kernel          linear attention kernels of the target that made continuation and features
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -106,10 +107,9 @@ class _Sums:
 
 
 def length_buckets(edges: Sequence[int], longest: int) -> list[tuple[str, int, int]]:
-    """Name, first and last-but-one-past length of each bucket: `all`, then 0 to the first edge, ..., to `longest`."""
-    inner = [0, *(edge for edge in edges if edge < longest), longest]
-    pairs = list(zip(inner[:-1], inner[1:], strict=True))
-    return [("all", 0, longest + 1), *((f"{low}-{high}", low, high + (high == longest)) for low, high in pairs)]
+    """(name, lo, hi) of each bucket: `all`, then from 0 to the first edge, and so on to the target's context `longest`."""
+    bounds = [0, *(edge for edge in edges if edge < longest), longest]
+    return [("all", 0, longest), *((f"{low}-{high}", low, high) for low, high in pairwise(bounds))]
 
 
 def ratio_intervals(

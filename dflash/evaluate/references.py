@@ -4,7 +4,8 @@ The continuations are the truth that every checkpoint is judged against, made on
 was also trained on is refused, since its tau would flatter.
 
 Cost: one greedy generation of `max_new_tokens` a prompt, `batch_size` prompts together, and one forward a request for its
-features (see `features.py` for their size on disk).
+features (see `features.py` for their size on disk). As in `completions`, another `batch_size`, device or library may turn a
+near tie between two tokens: the shape of a matrix product moves its last bits.
 
 Files: `references.parquet` (`schemas.REFERENCES`, prompt sets in the order of the config), `features-<i>.safetensors`,
 `features.json`.
@@ -21,15 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2.exceptions import TemplateError
 
 from dflash.base.canonical import canonical_json
 from dflash.base.errors import ConfigError, PermanentError
 from dflash.base.records import Counts
 from dflash.base.stage import HostContext, Inputs, Outputs
+from dflash.data.completions import render
 from dflash.data.prompts import Message, external_file, messages_id, question_id, read_prompts
 from dflash.data.prompts_params import PromptsParams
 from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import read_pieces, write_table
+from dflash.evaluate.acceptance import length_limit
 from dflash.evaluate.ends import target_source
 from dflash.evaluate.features import FeatureWriter, compute_features
 from dflash.evaluate.references_params import PromptSet, ReferencesParams
@@ -44,11 +48,6 @@ class Request:
     id: str
     messages: list[Message]
     prompt: list[int]
-
-
-def length_limit(max_new_tokens: int, longest: int, prompt_length: int) -> int:
-    """Most tokens that may follow a prompt: `max_new_tokens`, or what the target's context (`longest`) leaves."""
-    return min(max_new_tokens, longest - prompt_length)
 
 
 def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: HostContext) -> Outputs:
@@ -152,20 +151,20 @@ def refuse_overlap(by_set: dict[str, list[list[Message]]], train_path: Path) -> 
         )
 
 
-def render(tokenizer: Any, messages: list[Message], thinking: bool) -> list[int]:
-    """The tokens of a prompt under the target's chat template, ready to be answered."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=thinking)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
 def _request(prompt_set: str, messages: list[Message], target: Target, thinking: bool, longest: int) -> Request:
-    prompt = render(target.tokenizer, messages, thinking)
-    identity = messages_id(messages)
+    identity, where = messages_id(messages), f"references.prompt_sets.{prompt_set}"
+    try:
+        prompt = render(target.tokenizer, messages, thinking=thinking)
+    except TemplateError as error:
+        raise ConfigError(
+            f"the target's chat template refuses prompt {identity[:12]}: {error.message}",
+            where=where,
+            remedy="Take the prompt out of the set.",
+        ) from error
     if len(prompt) >= longest:
         raise ConfigError(
             f"prompt {identity[:12]} has {len(prompt)} tokens, the target's context {longest}",
-            where=f"references.prompt_sets.{prompt_set}",
+            where=where,
             remedy="Take the prompt out of the set.",
         )
     return Request(prompt_set, identity, messages, prompt)
