@@ -1,0 +1,225 @@
+"""The `references` stage: the target's own greedy continuations of the evaluation prompts, and their features.
+
+The continuations are the truth that every checkpoint is judged against, made once for each kernel. An evaluation prompt that
+was also trained on is refused, since its tau would flatter.
+
+Cost: one greedy generation of `max_new_tokens` a prompt, `batch_size` prompts together, and one forward a request for its
+features (see `features.py` for their size on disk). As in `completions`, another `batch_size`, device or library may turn a
+near tie between two tokens: the shape of a matrix product moves its last bits.
+
+Files: `references.parquet` (`schemas.REFERENCES`, prompt sets in the order of the config), `features-<i>.safetensors`,
+`features.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2.exceptions import TemplateError
+
+from dflash.base.canonical import canonical_json
+from dflash.base.errors import ConfigError, PermanentError
+from dflash.base.records import Counts
+from dflash.base.stage import HostContext, Inputs, Outputs
+from dflash.data.completions import render
+from dflash.data.prompts import Message, external_file, messages_id, question_id, read_prompts
+from dflash.data.prompts_params import PromptsParams
+from dflash.data.schemas import REFERENCES, SAMPLES
+from dflash.data.tables import read_pieces, write_table
+from dflash.evaluate.acceptance import length_limit
+from dflash.evaluate.ends import target_source
+from dflash.evaluate.features import FeatureWriter, compute_features
+from dflash.evaluate.references_params import PromptSet, ReferencesParams
+from dflash.model.target import DTYPES, Target, load_target
+
+
+@dataclass(frozen=True)
+class Request:
+    """An evaluation prompt; `prompt` is what the target reads."""
+
+    prompt_set: str
+    id: str
+    messages: list[Message]
+    prompt: list[int]
+
+
+def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: HostContext) -> Outputs:
+    """The stage.
+
+    Raises:
+        ConfigError: a prompt set is empty, has an id twice, or has a malformed line; a prompt is too long.
+        PermanentError: prompts of a set were trained on; a file changed since the plan was made.
+    """
+    by_set = {item.name: read_prompt_set(item, inputs) for item in params.prompt_sets}
+    refuse_overlap(by_set, inputs.one("dataset").directory / "train.parquet")
+    target = load_target(
+        target_source(params.target, inputs.target_path), params.dtype, host_context.device, kernels=params.kernels
+    )
+    longest = params.target.max_position_embeddings
+    requests = [
+        _request(name, messages, target, params.thinking, longest)
+        for name, prompts in by_set.items()
+        for messages in prompts
+    ]
+    placement = host_context.placement
+    continuations = continue_all(
+        target, requests, params.max_new_tokens, longest, placement.get("batch_size", params.batch_size), host_context
+    )
+    rows = [
+        {
+            "prompt_set": request.prompt_set,
+            "id": request.id,
+            "messages": canonical_json(request.messages).decode(),
+            "prompt_ids": request.prompt,
+            "output_ids": output,
+            "finish_reason": reason,
+        }
+        for request, (output, reason) in zip(requests, continuations, strict=True)
+    ]
+    write_table(workdir / "references.parquet", REFERENCES, rows)
+    cap = placement.get("features_cache_gb", params.features_cache_gb) * 1e9
+    writer = FeatureWriter(workdir, params.taps, params.kernels, params.dtype, cap)
+    cached = write_features(writer, target, rows, params.taps, DTYPES[params.dtype].itemsize, host_context)
+    return Outputs(
+        ["references.parquet", *writer.close()],
+        Counts(total=len(rows), ok=len(rows)),
+        {
+            "prompt_sets": {name: _summary([row for row in rows if row["prompt_set"] == name]) for name in by_set},
+            "features": {"cached_requests": cached, "bytes": writer.bytes},
+        },
+        {"target": target.kernels.to_dict()},
+    )
+
+
+def read_prompt_set(prompt_set: PromptSet, inputs: Inputs) -> list[list[Message]]:
+    """The messages of a set's prompts, in file order.
+
+    Raises:
+        ConfigError: malformed line, no prompt, or a prompt twice.
+    """
+    where = f"references.prompt_sets.{prompt_set.name}"
+    if prompt_set.held_out:
+        prompts = _held_out(inputs.one("dataset").directory / "validation.parquet")
+    else:
+        path = external_file(inputs, prompt_set.digest or "", f"the file of prompt set {prompt_set.name!r}")
+        source = PromptsParams(name=prompt_set.name, path=str(path), digest=prompt_set.digest or "")
+        prompts = [prompt.messages for prompt in read_prompts(path, source)]
+    prompts = prompts[: prompt_set.limit]
+    if not prompts:
+        remedy = "Raise dataset.validation_share." if prompt_set.held_out else "Give at least one line."
+        raise ConfigError("the prompt set is empty", where=where, remedy=remedy)
+    twice = [name for name, count in Counter(messages_id(messages) for messages in prompts).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"{len(twice)} prompts stand in it more than once, id {twice[0][:12]} first",
+            where=where,
+            remedy="Keep one line of each.",
+        )
+    return prompts
+
+
+def _held_out(path: Path) -> list[list[Message]]:
+    return list(_stored_messages(path))
+
+
+def _stored_messages(path: Path) -> Iterator[list[Message]]:
+    for piece in read_pieces(path, SAMPLES, ["messages"]):
+        yield from (json.loads(text) for text in piece.column("messages").to_pylist())
+
+
+def refuse_overlap(by_set: dict[str, list[list[Message]]], train_path: Path) -> None:
+    """Refuses prompt sets that share a question with the training samples, system messages aside.
+
+    Raises:
+        PermanentError: names each set and how many of its prompts were trained on.
+    """
+    trained = {question_id(messages) for messages in _stored_messages(train_path)}
+    shared = {name: sum(question_id(messages) in trained for messages in prompts) for name, prompts in by_set.items()}
+    if any(shared.values()):
+        named = ", ".join(f"{count} of {len(by_set[name])} in {name!r}" for name, count in shared.items() if count)
+        raise PermanentError(
+            f"evaluation prompts were trained on: {named}",
+            where="references.prompt_sets",
+            remedy="Name the file in `dataset.exclude`, so that its prompts are left out of training.",
+        )
+
+
+def _request(prompt_set: str, messages: list[Message], target: Target, thinking: bool, longest: int) -> Request:
+    identity, where = messages_id(messages), f"references.prompt_sets.{prompt_set}"
+    try:
+        prompt = render(target.tokenizer, messages, thinking=thinking)
+    except TemplateError as error:
+        raise ConfigError(
+            f"the target's chat template refuses prompt {identity[:12]}: {error.message}",
+            where=where,
+            remedy="Take the prompt out of the set.",
+        ) from error
+    if len(prompt) >= longest:
+        raise ConfigError(
+            f"prompt {identity[:12]} has {len(prompt)} tokens, the target's context {longest}",
+            where=where,
+            remedy="Take the prompt out of the set.",
+        )
+    return Request(prompt_set, identity, messages, prompt)
+
+
+def continue_all(
+    target: Target,
+    requests: Sequence[Request],
+    max_new_tokens: int,
+    longest: int,
+    batch_size: int,
+    host_context: HostContext,
+) -> list[tuple[list[int], str]]:
+    """Greedy continuations in the order of `requests`: (token ids, `stop` or `length`); prompts of like length together."""
+
+    def limit(row: int) -> int:
+        return length_limit(max_new_tokens, longest, len(requests[row].prompt))
+
+    done: dict[int, tuple[list[int], str]] = {}
+    order = sorted(range(len(requests)), key=lambda row: (limit(row), len(requests[row].prompt), row))
+    for most, group in groupby(order, key=limit):
+        rows = list(group)
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            outputs = target.generate([requests[row].prompt for row in batch], most)
+            done.update(zip(batch, outputs, strict=True))
+            host_context.progress.update(len(done), len(requests), "continuations")
+    return [done[row] for row in range(len(requests))]
+
+
+@torch.no_grad()
+def write_features(
+    writer: FeatureWriter,
+    target: Target,
+    rows: Sequence[dict[str, Any]],
+    taps: Sequence[int],
+    itemsize: int,
+    host_context: HostContext,
+) -> int:
+    """Writes the features of the first rows that fit under the cap; returns how many."""
+    width = len(taps) * target.facts.hidden_size
+    for number, row in enumerate(rows):
+        tokens = row["prompt_ids"] + row["output_ids"]
+        if not writer.fits(len(tokens), width, itemsize):
+            return number
+        writer.add(tokens, compute_features(target, tokens, taps, row["id"][:12]))
+        host_context.progress.update(number + 1, len(rows), "features")
+    return len(rows)
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of one set; `truncated_share` is the share of continuations cut at the length limit."""
+    return {
+        "requests": len(rows),
+        "prompt_tokens": sum(len(row["prompt_ids"]) for row in rows),
+        "output_tokens": sum(len(row["output_ids"]) for row in rows),
+        "truncated_share": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
+    }
