@@ -27,7 +27,8 @@ class Node:
     """One result that the plan needs.
 
     name: its name inside a run (`completions/arithmetic`). steps: the checkpoints it covers, for stages with one receipt a
-    step. adopted: the key its current code would have had, when an older key was adopted in its place. inputs: upstream nodes.
+    step. adopted: the key its current code would have had, when an older key was adopted in its place. inputs: upstream nodes by
+    the name this stage knows them under (a source's completions read `prompts`, the dataset reads `completions/<source>`).
     """
 
     name: str
@@ -36,7 +37,7 @@ class Node:
     params: ParamsFile
     placement: dict[str, Any]
     directory: Path
-    inputs: tuple[Node, ...]
+    inputs: dict[str, Node]
     runs: list[str]
     steps: list[int] = field(default_factory=list)
     adopted: str | None = None
@@ -128,15 +129,17 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
         name: str,
         params: Params,
         section: str,
-        upstream: list[str],
+        upstream: dict[str, str],
         *,
         extra: dict[str, Any] | None = None,
         steps: list[int] | None = None,
     ) -> Node:
         stage = BY_NAME[name.split("/")[0]]
-        inputs = tuple(nodes[item] for item in upstream)
+        inputs = {known_as: nodes[item] for known_as, item in upstream.items()}
         values = {**params.keyed_values(), **(extra or {})}
-        document = _params_file(stage, values, run.origins[section], {node.name: node.key for node in inputs}, codes)
+        document = _params_file(
+            stage, values, run.origins[section], {known_as: node.key for known_as, node in inputs.items()}, codes
+        )
         adopted = plan.decisions.adopted(stage.name, document.key)
         if adopted is not None:
             document = _adopted_document(plan.store, stage, document, adopted)
@@ -166,29 +169,30 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
         return node
 
     for source in run.prompts:
-        add(f"prompts/{source.name}", source, f"prompts/{source.name}", [])
-        add(f"completions/{source.name}", run.completions, "completions", [f"prompts/{source.name}"])
-    add("dataset", run.dataset, "dataset", [f"completions/{source.name}" for source in run.prompts])
-    add("buckets", run.batching, "batching", ["dataset"])
-    train = add("train", run.train, "train", _train_upstream(run))
+        add(f"prompts/{source.name}", source, f"prompts/{source.name}", {})
+        add(f"completions/{source.name}", run.completions, "completions", {"prompts": f"prompts/{source.name}"})
+    add("dataset", run.dataset, "dataset", _same(*(f"completions/{source.name}" for source in run.prompts)))
+    add("buckets", run.batching, "batching", _same("dataset"))
+    train = add("train", run.train, "train", _same("dataset", "buckets"))
     steps = scheduled_steps(train.directory, run)
     train.steps = sorted({*train.steps, *steps})
     uses_held_out = any(item.held_out for item in run.references.prompt_sets)
     for kernels in run.evaluate.kernels:
         references = run.references.model_copy(update={"kernels": kernels})
-        add(f"references/{kernels}", references, "references", ["dataset"] if uses_held_out else [])
+        add(f"references/{kernels}", references, "references", _same(*(["dataset"] if uses_held_out else [])))
     add(
         "evaluate",
         run.evaluate,
         "evaluate",
-        ["train", *(f"references/{kernels}" for kernels in run.evaluate.kernels), "dataset"],
+        _same("train", *(f"references/{kernels}" for kernels in run.evaluate.kernels), "dataset"),
         steps=steps,
     )
     return _planned_run(plan, run, nodes, steps, codes)
 
 
-def _train_upstream(run: RunConfig) -> list[str]:
-    return ["dataset", "buckets"]
+def _same(*names: str) -> dict[str, str]:
+    """Inputs that a stage knows under the names they have in the run."""
+    return {name: name for name in names}
 
 
 def _planned_run(
@@ -203,7 +207,7 @@ def _planned_run(
     upstream = {name: node.key for name, node in nodes.items()}
     document = _params_file(stage, values, run.origins["report"], upstream, codes)
     directory = plan.config.results / "runs" / run.name / document.key
-    node = Node("report", stage, document.key, document, {}, directory, tuple(nodes.values()), [run.name])
+    node = Node("report", stage, document.key, document, {}, directory, nodes, [run.name])
     plan.nodes["report", document.key] = node
     return PlannedRun(run.name, document.key, directory, {**nodes, "report": node}, steps, run)
 

@@ -71,8 +71,8 @@ def _fault(node: Node, step: int | None, path: Path, cache: DigestCache, deep: b
 
 
 def _input_fault(node: Node, step: int | None, receipt: Receipt) -> str | None:
-    for upstream in node.inputs:
-        recorded = receipt.inputs.get(upstream.name)
+    for known_as, upstream in node.inputs.items():
+        recorded = receipt.inputs.get(known_as)
         if recorded is None:
             continue
         path = receipt_path(upstream.directory, upstream.stage.name, step)
@@ -83,7 +83,7 @@ def _input_fault(node: Node, step: int | None, receipt: Receipt) -> str | None:
         except CorruptError:
             continue
         if standing != recorded:
-            return f"its input {upstream.name} has been made again with other content"
+            return f"its input {known_as} has been made again with other content"
     return None
 
 

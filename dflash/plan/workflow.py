@@ -91,7 +91,7 @@ class Targets:
             if node.receipt(step).exists() and not full:
                 return []
             found = []
-            for upstream in node.inputs:
+            for upstream in node.inputs.values():
                 if not upstream.stage.stepwise:
                     found.append(upstream.receipt())
                 elif step is not None:
@@ -111,7 +111,7 @@ class Targets:
             return []
         steps = node.params.params["steps"]
         found = []
-        for item in node.inputs:
+        for item in node.inputs.values():
             found += [item.receipt(step) for step in steps] if item.stage.stepwise else [item.receipt()]
         return [str(path) for path in found]
 

@@ -112,9 +112,7 @@ def wait_for_step(
         time.sleep(poll)
 
 
-def stop(
-    directory: Path, run: str, *, finish: bool = False, timeout: float = 600.0, poll: float = 0.1
-) -> StopMarker:
+def stop(directory: Path, run: str, *, finish: bool = False, timeout: float = 600.0, poll: float = 0.1) -> StopMarker:
     """Ends the training: leaves `stop.json`, asks the trainer to save and end, and waits until the lease is free.
 
     Calling it again changes nothing but `finish`. The trainer completes the step it is in and saves a resumable state.
@@ -222,7 +220,11 @@ def _start_launcher(directory: Path, store: Path, placement: Path, run: str, inv
         ) from error
     if done.returncode not in (0, ALREADY_HELD):
         message = done.stderr.strip() or f"exit status {done.returncode}"
-        kind = PermanentError if done.returncode in (2, EXIT_BY_KIND["permanent"], EXIT_BY_KIND["corrupt"]) else TransientError
+        kind = (
+            PermanentError
+            if done.returncode in (2, EXIT_BY_KIND["permanent"], EXIT_BY_KIND["corrupt"])
+            else TransientError
+        )
         raise kind(f"the launcher failed: {message}", where=str(directory))
 
 
@@ -237,9 +239,7 @@ def _read_manifest(directory: Path, step: int) -> CheckpointManifest:
     path = checkpoint_directory(directory, step) / "manifest.json"
     manifest = CheckpointManifest.read(path)
     if (manifest.key, manifest.step) != (directory.name, step):
-        raise CorruptError(
-            f"the manifest is of step {manifest.step} of training {manifest.key}", where=str(path)
-        )
+        raise CorruptError(f"the manifest is of step {manifest.step} of training {manifest.key}", where=str(path))
     return manifest
 
 
@@ -448,13 +448,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Exit status: 0 the lease is held and the trainer starts (with `--foreground`: the trainer has ended well), 3 somebody
     holds the lease already, 2 config, 4 permanent, 5 corrupt, 6 transient.
     """
-    parser = argparse.ArgumentParser(prog="python -m dflash.train.launch", description="Hold a training and its trainer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash.train.launch", description="Hold a training and its trainer."
+    )
     parser.add_argument("--directory", type=Path, required=True, help="the training's folder")
     parser.add_argument("--store", type=Path, required=True, help="the store it lies in")
     parser.add_argument("--placement", type=Path, required=True, help="where and how it runs (JSON)")
     parser.add_argument("--run", required=True, help="name of the run that asks")
     parser.add_argument("--invocation", default=None, help="call of the workflow that asks")
-    parser.add_argument("--foreground", action="store_true", help="stay with the caller (schedulers): one attempt a job")
+    parser.add_argument(
+        "--foreground", action="store_true", help="stay with the caller (schedulers): one attempt a job"
+    )
     arguments = parser.parse_args(argv)
     writer = None
     try:
