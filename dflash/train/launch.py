@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError, TransientError
 from dflash.base.progress import Progress
@@ -30,7 +31,7 @@ from dflash.base.records import CheckpointManifest, Failure, LeaseRecord, Metric
 from dflash.base.store import checkpoint_directory, read_params
 from dflash.hosts import lease
 from dflash.train import schedule
-from dflash.train.attempts import Attempt, Placement, attempt_numbers, attempt_path
+from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numbers, attempt_path
 
 POLL = 0.2
 """Seconds between two looks of a waiter."""
@@ -38,8 +39,6 @@ LAUNCH_TIMEOUT = 120.0
 """Seconds a launcher may take to hold the lease."""
 ALREADY_HELD = 3
 """Exit status of a launcher that found the lease taken: somebody else's launcher is there already."""
-EXIT_BY_KIND = {"config": 2, "permanent": 4, "corrupt": 5, "transient": 6}
-"""Exit status of a trainer by the kind of its failure; 0 is done or stopped, anything else a crash."""
 
 
 def invocation_id(given: str | None) -> str:
@@ -112,9 +111,7 @@ def wait_for_step(
         time.sleep(poll)
 
 
-def stop(
-    directory: Path, run: str, *, finish: bool = False, timeout: float = 600.0, poll: float = 0.1
-) -> StopMarker:
+def stop(directory: Path, run: str, *, finish: bool = False, timeout: float = 600.0, poll: float = 0.1) -> StopMarker:
     """Ends the training: leaves `stop.json`, asks the trainer to save and end, and waits until the lease is free.
 
     Calling it again changes nothing but `finish`. The trainer completes the step it is in and saves a resumable state.
@@ -222,7 +219,11 @@ def _start_launcher(directory: Path, store: Path, placement: Path, run: str, inv
         ) from error
     if done.returncode not in (0, ALREADY_HELD):
         message = done.stderr.strip() or f"exit status {done.returncode}"
-        kind = PermanentError if done.returncode in (2, EXIT_BY_KIND["permanent"], EXIT_BY_KIND["corrupt"]) else TransientError
+        kind = (
+            PermanentError
+            if done.returncode in (2, EXIT_BY_KIND["permanent"], EXIT_BY_KIND["corrupt"])
+            else TransientError
+        )
         raise kind(f"the launcher failed: {message}", where=str(directory))
 
 
@@ -237,9 +238,7 @@ def _read_manifest(directory: Path, step: int) -> CheckpointManifest:
     path = checkpoint_directory(directory, step) / "manifest.json"
     manifest = CheckpointManifest.read(path)
     if (manifest.key, manifest.step) != (directory.name, step):
-        raise CorruptError(
-            f"the manifest is of step {manifest.step} of training {manifest.key}", where=str(path)
-        )
+        raise CorruptError(f"the manifest is of step {manifest.step} of training {manifest.key}", where=str(path))
     return manifest
 
 
@@ -310,7 +309,7 @@ class _Watch:
             self.progress.say(f"waiting for step {self.step}; the trainer is starting")
             return
         left = max(0, self.step - line.step) * line.seconds
-        rate = sum(line.tokens_per_second.values())
+        rate = line.tokens / max(line.seconds, 1e-9)
         self.progress.say(
             f"step {line.step:,}/{self.step:,}, loss {line.loss:.4f}, {rate:,.0f} tok/s, about {left:.0f} s left"
         )
@@ -411,7 +410,7 @@ def _detach(log: Path) -> int:
         os.close(writer)
         with os.fdopen(reader) as stream:
             report = stream.read()
-        outcome = json.loads(report) if report else {"status": 1, "message": "it died before it held the lease"}
+        outcome: dict[str, Any] = json.loads(report) if report else {"status": 1, "message": "it died before it held the lease"}
         if outcome["message"]:
             print(outcome["message"], file=sys.stderr, flush=True)
         os._exit(outcome["status"])
@@ -448,13 +447,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Exit status: 0 the lease is held and the trainer starts (with `--foreground`: the trainer has ended well), 3 somebody
     holds the lease already, 2 config, 4 permanent, 5 corrupt, 6 transient.
     """
-    parser = argparse.ArgumentParser(prog="python -m dflash.train.launch", description="Hold a training and its trainer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash.train.launch", description="Hold a training and its trainer."
+    )
     parser.add_argument("--directory", type=Path, required=True, help="the training's folder")
     parser.add_argument("--store", type=Path, required=True, help="the store it lies in")
     parser.add_argument("--placement", type=Path, required=True, help="where and how it runs (JSON)")
     parser.add_argument("--run", required=True, help="name of the run that asks")
     parser.add_argument("--invocation", default=None, help="call of the workflow that asks")
-    parser.add_argument("--foreground", action="store_true", help="stay with the caller (schedulers): one attempt a job")
+    parser.add_argument(
+        "--foreground", action="store_true", help="stay with the caller (schedulers): one attempt a job"
+    )
     arguments = parser.parse_args(argv)
     writer = None
     try:
