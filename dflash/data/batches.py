@@ -91,9 +91,7 @@ class BatchPlan:
         PermanentError: there is no sample, or lengths and ids do not fit together.
     """
 
-    def __init__(
-        self, lengths: np.ndarray, sample_ids: Sequence[str], params: BucketsParams, dataset_key: str
-    ) -> None:
+    def __init__(self, lengths: np.ndarray, sample_ids: Sequence[str], params: BucketsParams, dataset_key: str) -> None:
         if len(lengths) == 0 or len(lengths) != len(sample_ids) or int(np.min(lengths)) < 1:
             raise PermanentError(
                 f"no batches can be made of {len(lengths)} lengths and {len(sample_ids)} ids; "

@@ -91,7 +91,9 @@ class TableWriter:
     def __enter__(self) -> TableWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
 
@@ -150,16 +152,12 @@ def read_rows(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
 
 
 def _corrupt(path: Path, error: Exception) -> CorruptError:
-    return CorruptError(
-        f"not readable Parquet ({error})", where=str(path), remedy="Run `dflash run` to rebuild it."
-    )
+    return CorruptError(f"not readable Parquet ({error})", where=str(path), remedy="Run `dflash run` to rebuild it.")
 
 
 def lists_of(table: pa.Table, column: str) -> tuple[np.ndarray, np.ndarray]:
     """A list column as (values [sum of lengths], lengths [rows]), int32 and int64."""
     array = table.column(column).combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], type=array.type)
     return array.flatten().to_numpy(), array.value_lengths().to_numpy().astype(np.int64)
 
 
