@@ -54,6 +54,11 @@ def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ..
         )
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
+    if num_target_layers < 4:
+        raise ConfigError(
+            f"a target of {num_target_layers} layers has no {num_draft_layers} layers to spread taps over",
+            remedy="Name target_layer_ids yourself.",
+        )
     step = (num_target_layers - 4) / (num_draft_layers - 1)
     taps = tuple(round(1 + i * step) for i in range(num_draft_layers))
     check_taps(taps, num_target_layers)

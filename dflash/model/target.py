@@ -324,9 +324,7 @@ def load_target(
             where=str(path),
             remedy="Fetch it again.",
         )
-    # A float16 checkpoint must not go on in float16 because its config says so.
-    model = model.to(device=device, dtype=_dtype(dtype))
-    return Target(model, load_tokenizer(path), kernels=kernels, form=form)
+    return Target(_place(model, dtype, device), load_tokenizer(path), kernels=kernels, form=form)
 
 
 def load_tokenizer(source: str | Path | Mapping[str, Any]) -> Any:
@@ -365,7 +363,7 @@ def random_target(
     fields.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model = _empty_model(fields)
     draw_weights(model, seed)
-    return Target(model.to(device=device, dtype=_dtype(dtype)), tokenizer, kernels=kernels, form=form)
+    return Target(_place(model, dtype, device), tokenizer, kernels=kernels, form=form)
 
 
 def target_from_state(
@@ -381,7 +379,7 @@ def target_from_state(
     found = model.load_state_dict(dict(state), strict=False)
     if found.missing_keys or found.unexpected_keys:
         raise CorruptError(f"target state with missing {found.missing_keys} and unknown {found.unexpected_keys}")
-    return Target(model.to(device=device, dtype=_dtype(dtype)), None)
+    return Target(_place(model, dtype, device), None)
 
 
 def _empty_model(fields: dict[str, Any]) -> Any:
@@ -450,6 +448,17 @@ def _byte_characters() -> list[str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _place(model: Any, dtype: str, device: str) -> Any:
+    """Move the model to the device and its weights to the type, whatever its config says of types.
+
+    Buffers keep theirs: `Module.to(bfloat16)` would round the rotary frequencies, and positions with them.
+    """
+    model.to(device)
+    for weight in model.parameters():
+        weight.data = weight.data.to(_dtype(dtype))
+    return model
 
 
 def _dtype(name: str) -> torch.dtype:

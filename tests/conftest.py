@@ -1,0 +1,27 @@
+"""Shared by all tests: one thread a process, and skips that a machine can turn into failures.
+
+`DFLASH_REQUIRE=sshd,netns,fla,gpu` names the means that this machine is known to have: a test that would skip for want
+of one of them fails instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def require_or_skip() -> Callable[[str, str], None]:
+    """`require_or_skip(name, reason)`: skip the test, or fail it when `DFLASH_REQUIRE` names what is missing."""
+
+    def missing(name: str, reason: str) -> None:
+        required = {part.strip() for part in os.environ.get("DFLASH_REQUIRE", "").split(",")}
+        if name in required:
+            pytest.fail(f"DFLASH_REQUIRE asks for {name}, but {reason}")
+        pytest.skip(f"{name}: {reason}")
+
+    return missing
