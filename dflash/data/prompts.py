@@ -2,7 +2,7 @@
 
 A line is an object with `messages` (a list of {role, content}) or a prompt text; field names are the source's params. A
 malformed line stops the stage and the plan alike, with its number: data that is skipped in silence is data nobody knows is
-missing. Repeated prompts are kept once and counted. Costs 15 s for a million short lines on one core; memory is one row group
+missing. Repeated prompts are kept once and counted. Costs, for a million short lines on one core, 13 s to validate and 20 s to run; memory is one row group
 plus 150 bytes a prompt. Importing this needs neither torch nor pyarrow, since planning validates with it.
 """
 
@@ -75,7 +75,9 @@ def _decoded(raw: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         bad = raw[error.start : error.start + 4]
         raise ConfigError(
-            f"the line is not UTF-8: byte {error.start + 1} starts {bad!r}", where=where, remedy="Save the file as UTF-8."
+            f"the line is not UTF-8: byte {error.start + 1} starts {bad!r}",
+            where=where,
+            remedy="Save the file as UTF-8.",
         ) from error
 
 
@@ -83,10 +85,14 @@ def _object(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ConfigError("the line is nested too deeply", where=where, remedy="Write one JSON object a line.") from error
+        raise ConfigError(
+            "the line is nested too deeply", where=where, remedy="Write one JSON object a line."
+        ) from error
     except ValueError as error:
         raise ConfigError(
-            f"the line is not JSON ({error}): {_short(text.strip())}", where=where, remedy="Write one JSON object a line."
+            f"the line is not JSON ({error}): {_short(text.strip())}",
+            where=where,
+            remedy="Write one JSON object a line.",
         ) from error
     if not isinstance(value, dict):
         raise ConfigError(
@@ -131,7 +137,9 @@ def _listed(value: Any, field: str, where: str) -> list[Message]:
     messages = [_message(item, f"{field}[{index}]", where) for index, item in enumerate(value)]
     for index, message in enumerate(messages):
         if message["role"] == "system" and index > 0:
-            raise ConfigError(f"`{field}[{index}]` is a system message", where=where, remedy="Only the first may be one.")
+            raise ConfigError(
+                f"`{field}[{index}]` is a system message", where=where, remedy="Only the first may be one."
+            )
     if messages[-1]["role"] != "user":
         raise ConfigError(
             f"`{field}[{len(messages) - 1}].role` is {_shown(messages[-1]['role'])}, and a prompt ends with the user",
@@ -230,7 +238,9 @@ def external_file(inputs: Inputs, wanted: str, what: str) -> Path:
     """
     path = inputs.files.get(wanted)
     if path is None:
-        raise PermanentError(f"{what} (sha256 {wanted[:12]}) was not handed to the stage", remedy="Run `dflash run` again.")
+        raise PermanentError(
+            f"{what} (sha256 {wanted[:12]}) was not handed to the stage", remedy="Run `dflash run` again."
+        )
     if wanted and path.is_file() and sha256_file(path) != wanted:
         raise PermanentError(
             f"{what} has changed since the run was planned (sha256 {wanted[:12]} expected)",
