@@ -7,7 +7,7 @@ without walking there. Steps take `batches_per_step` batches from the endless ro
 Nothing here depends on ranks or on arrival order: batch i of a step goes to whoever the topology says.
 
 The generator is counter-based (Philox keyed by dataset, seed and epoch), used for raw bits only, whose values numpy
-guarantees for ever; the order is a stable sort of them. Costs, at 1.1 M samples on one core: 0.4 s an epoch, 18 MB.
+guarantees for ever; the order is a stable sort of them. Costs, at 1.1 M samples on one core: 1 s an epoch, 18 MB, then under 1 ms a step.
 No torch: the trainer converts.
 """
 
@@ -177,7 +177,7 @@ class Samples:
     """The samples of one Parquet file: ids and lengths in memory, token ids read by row group when asked for.
 
     ids [n]; lengths, prompt_lengths [n] in tokens, uncut. Decoded row groups stay in memory up to `cache_bytes` (4 bytes a
-    token), least recently used out first; a cold row costs one row group (20 ms at 2,200 tokens a row).
+    token), least recently used out first; a cold row costs one row group (12 ms at 2,200 tokens a row).
 
     Raises:
         CorruptError: the file is missing, damaged, or holds a prompt longer than its sample.
@@ -223,7 +223,7 @@ class Samples:
 
 
 def load_train_samples(dataset_dir: Path) -> Samples:
-    """The training samples of a dataset stage's folder. Reads the whole file once for the lengths (480 MB/s)."""
+    """The training samples of a dataset stage's folder. Reads the whole file once for the lengths (600 MB/s)."""
     return Samples(dataset_dir / "train.parquet")
 
 

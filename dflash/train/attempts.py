@@ -15,6 +15,9 @@ from dflash.base.errors import ConfigError
 from dflash.base.files import read_json
 from dflash.base.records import Record
 
+EXIT_BY_KIND = {"config": 2, "permanent": 4, "corrupt": 5, "transient": 6}
+"""Exit status of launcher and trainer by the kind of a failure; 0 is done or stopped, anything else a crash."""
+
 
 class Placement(BaseModel):
     """Where and how a training runs; nothing in it enters a key.

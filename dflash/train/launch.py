@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError, TransientError
 from dflash.base.progress import Progress
@@ -30,7 +31,7 @@ from dflash.base.records import CheckpointManifest, Failure, LeaseRecord, Metric
 from dflash.base.store import checkpoint_directory, read_params
 from dflash.hosts import lease
 from dflash.train import schedule
-from dflash.train.attempts import Attempt, Placement, attempt_numbers, attempt_path
+from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numbers, attempt_path
 
 POLL = 0.2
 """Seconds between two looks of a waiter."""
@@ -38,8 +39,6 @@ LAUNCH_TIMEOUT = 120.0
 """Seconds a launcher may take to hold the lease."""
 ALREADY_HELD = 3
 """Exit status of a launcher that found the lease taken: somebody else's launcher is there already."""
-EXIT_BY_KIND = {"config": 2, "permanent": 4, "corrupt": 5, "transient": 6}
-"""Exit status of a trainer by the kind of its failure; 0 is done or stopped, anything else a crash."""
 
 
 def invocation_id(given: str | None) -> str:
@@ -310,7 +309,7 @@ class _Watch:
             self.progress.say(f"waiting for step {self.step}; the trainer is starting")
             return
         left = max(0, self.step - line.step) * line.seconds
-        rate = sum(line.tokens_per_second.values())
+        rate = line.tokens / max(line.seconds, 1e-9)
         self.progress.say(
             f"step {line.step:,}/{self.step:,}, loss {line.loss:.4f}, {rate:,.0f} tok/s, about {left:.0f} s left"
         )
@@ -411,7 +410,7 @@ def _detach(log: Path) -> int:
         os.close(writer)
         with os.fdopen(reader) as stream:
             report = stream.read()
-        outcome = json.loads(report) if report else {"status": 1, "message": "it died before it held the lease"}
+        outcome: dict[str, Any] = json.loads(report) if report else {"status": 1, "message": "it died before it held the lease"}
         if outcome["message"]:
             print(outcome["message"], file=sys.stderr, flush=True)
         os._exit(outcome["status"])

@@ -12,7 +12,6 @@ what cannot come. Costs a few small files a look; no torch.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -154,6 +153,6 @@ def write_status(directory: Path, status: Status) -> bool:
         temporary.replace(directory / "status.json")
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            temporary.unlink()
         return False
     return True

@@ -117,9 +117,20 @@ class TrainParams(Params):
                 f"stop_at {self.stop_at} is beyond schedule_steps {self.schedule_steps}; "
                 "raise schedule_steps (a new training) or use continue_from"
             )
+        if self.first_step() >= (self.stop_at or self.schedule_steps):
+            raise ValueError(
+                f"continue_from goes on after step {self.first_step()}, but training ends at step "
+                f"{self.stop_at or self.schedule_steps}; raise schedule_steps or stop_at"
+            )
         return self
+
+    def first_step(self) -> int:
+        """The steps done before this training begins: those of the state it continues, else 0."""
+        source = self.continue_from
+        return source.step if source is not None and source.what == "state" else 0
 
     def steps(self) -> list[int]:
         """The scheduled checkpoints, ascending: every `checkpoint_every` steps up to `stop_at`, and `stop_at` itself."""
         end = self.stop_at or self.schedule_steps
-        return sorted({*range(self.checkpoint_every, end + 1, self.checkpoint_every), end})
+        every = {*range(self.checkpoint_every, end + 1, self.checkpoint_every), end}
+        return sorted(step for step in every if step > self.first_step())

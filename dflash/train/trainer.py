@@ -1,0 +1,700 @@
+"""Trains a drafter: target features -> drafter -> objective -> update, in one process (roles colocated).
+
+A step is `batches_per_step` batches of the plan. Loss and gradient are sums over all of them divided once by the sum of the
+weights, so neither depends on how a step is cut. Nothing is drawn from a stream: batches are a function of the step, anchors
+of (seed, sample, epoch), so a resumed training does what an undisturbed one would have done, bit for bit on a CPU.
+
+    python -m dflash.train.trainer --directory DIR --store STORE --attempt N --parent PID     (started by the launcher)
+
+Costs: target and drafter weights in compute precision, 4 bytes a parameter for masters (when that is bfloat16) and for
+gradients, 8 for AdamW's moments; features of one batch (K * H numbers a token); logits of `logit_chunk` rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash.base.environment import collect, store_environment
+from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError
+from dflash.base.files import locked, write_json
+from dflash.base.progress import Progress
+from dflash.base.records import Failure, Lineage, MetricsLine, now
+from dflash.base.stage import HostContext, Inputs, Outputs
+from dflash.base.store import load_inputs, read_params
+from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_samples
+from dflash.data.buckets_params import BucketsParams
+from dflash.hosts import lease
+from dflash.model.drafter import Drafter, DrafterConfig
+from dflash.model.identity import target_digest
+from dflash.model.taps import default_taps
+from dflash.model.target import Target, check_features, load_target
+from dflash.train import checkpoint, schedule
+from dflash.train.anchors import batch_anchors
+from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
+from dflash.train.continuation import load_parent
+from dflash.train.objective import labels_and_weights, objective
+from dflash.train.optimizer import Optimizer, learning_rate
+from dflash.train.telemetry import Metrics, alert
+from dflash.train.train_params import TrainParams
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def run(params: TrainParams, inputs: Inputs, workdir: Path, host_context: HostContext) -> Outputs:
+    """Trains up to the last scheduled step, from the newest state that verifies. `workdir` is the training's own folder.
+
+    Args:
+        params: resolved, placement included.
+        inputs: upstreams `dataset` and `buckets`; `target_path` unless the target is drawn from a seed.
+        workdir: `<store>/train/<key>`, with its `params.json`; `schedule.json` is made from `params` when there is none.
+        host_context: device, threads and attempt.
+
+    Raises:
+        PermanentError: data, target or parent do not fit; too many non-finite steps; the last checkpoint did not fit on disk.
+        ConfigError: the drafter cannot be shaped like that.
+    """
+    return _train(params, inputs, workdir, host_context, threading.Event())
+
+
+def _train(
+    params: TrainParams, inputs: Inputs, workdir: Path, context: HostContext, ending: threading.Event
+) -> Outputs:
+    torch.set_num_threads(context.threads)
+    torch.manual_seed(params.seed)
+    if context.device == "cpu":
+        torch.use_deterministic_algorithms(True)
+    if not schedule.read_schedule(workdir):
+        schedule.merge_steps(workdir, params.steps())
+    checkpoint.sweep(workdir)
+    trainer = Trainer(params, inputs, workdir, context, ending)
+    trainer.begin()
+    trainer.train()
+    files = [f"step_{step}/drafter/{name}" for step in trainer.saved for name in ("config.json", "model.safetensors")]
+    return Outputs(files, results={"step": trainer.step, "saved": trainer.saved}, kernels=trainer.kernels)
+
+
+# ---------------------------------------------------------------- what is trained, and on what
+
+
+def mask_token(params: TrainParams) -> int:
+    """The token that stands in the empty slots of a block.
+
+    Raises:
+        ConfigError: neither the config nor the target names one.
+    """
+    token = params.mask_token_id if params.mask_token_id is not None else params.target.mask_token_id
+    if token is None:
+        raise ConfigError(
+            "the target has no mask token", where="train.mask_token_id", remedy="Name a token that no text holds."
+        )
+    return token
+
+
+def drafter_config(params: TrainParams) -> DrafterConfig:
+    """The drafter's shape, with what was left out filled in from the target.
+
+    Raises:
+        ConfigError: a shape that makes no sense; names the field.
+    """
+    target = params.target
+    heads = params.num_attention_heads or target.hidden_size // params.head_dim
+    taps = params.target_layer_ids or default_taps(target.num_layers, params.num_draft_layers)
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        num_hidden_layers=params.num_draft_layers,
+        block_size=params.block_size,
+        vocab_size=target.vocab_size,
+        intermediate_size=params.intermediate_size or 3 * target.hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=params.num_key_value_heads or heads,
+        head_dim=params.head_dim,
+        num_target_layers=target.num_layers,
+        target_layer_ids=tuple(taps),
+        mask_token_id=mask_token(params),
+        layer_types=tuple(params.layer_types or ["full_attention"] * params.num_draft_layers),
+        sliding_window=params.sliding_window,
+        rope_theta=params.rope_theta,
+        rms_norm_eps=params.rms_norm_eps,
+    )
+
+
+def load_checked_target(params: TrainParams, path: Path | None, device: str) -> Target:
+    """The target that the key names, on `device`, running the kernels that were asked for.
+
+    Raises:
+        PermanentError: it is not there, has another digest, other sizes, or other kernels are bound.
+    """
+    identity = params.target
+    if identity.random is not None:
+        source: Any = identity.random.model_dump(mode="json")
+    elif path is None:
+        raise PermanentError("this host has no path for the target", remedy="Give target_path in the placement.")
+    else:
+        found = target_digest(path)
+        if found != identity.digest:
+            raise PermanentError(
+                f"the target has digest {found}, the recorded one is {identity.digest}",
+                where=str(path),
+                remedy="Fetch the recorded weights, or train under a new key.",
+            )
+        source = path
+    target = load_target(source, params.dtype, device, kernels=params.kernels)
+    facts = target.facts
+    for name, found_size, wanted in (
+        ("vocab_size", facts.vocab_size, identity.vocab_size),
+        ("hidden_size", facts.hidden_size, identity.hidden_size),
+        ("num_layers", facts.num_layers, identity.num_layers),
+    ):
+        if found_size != wanted:
+            raise PermanentError(
+                f"the loaded target has {name} {found_size}, the recorded one {wanted}", where="target"
+            )
+    return target
+
+
+def check_tokens(samples: Samples, vocab_size: int, mask_token_id: int) -> None:
+    """Refuses a dataset that this drafter cannot learn from. One read of the file (480 MB/s).
+
+    Raises:
+        PermanentError: no sample, no trainable token, a token outside the vocabulary, or the mask token; names the sample.
+    """
+    where = str(samples.path)
+    if len(samples) == 0:
+        raise PermanentError("the dataset has no training sample", where=where, remedy="Look at the dataset's ledger.")
+    if not bool((samples.lengths - samples.prompt_lengths >= 2).any()):
+        raise PermanentError("no sample has two tokens to learn from; the loss mask is all zero", where=where)
+    for row in range(len(samples)):
+        tokens = samples.tokens(row)
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(outside):
+            raise PermanentError(
+                f"sample {samples.ids[row]} holds token {outside[0]}; the target's vocabulary has {vocab_size}",
+                where=where,
+            )
+        if (tokens == mask_token_id).any():
+            raise PermanentError(
+                f"sample {samples.ids[row]} holds the mask token {mask_token_id}",
+                where=where,
+                remedy="Choose a train.mask_token_id that no text holds.",
+            )
+
+
+# ---------------------------------------------------------------- one step
+
+
+@dataclass
+class StepSums:
+    """What the batches of a step add up to. Seconds by role; loss and weight are sums."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    anchors: int = 0
+    tokens: int = 0
+    padded: int = 0
+    target_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+    data_seconds: float = 0.0
+    correct: np.ndarray | None = None
+    counts: np.ndarray | None = None
+    batches: list[Batch] = field(default_factory=list)
+
+    def accuracy_by_slot(self, block_size: int) -> list[float | None]:
+        """Accuracy of slots 1 to block_size - 1; None where nothing was supervised."""
+        if self.counts is None or self.correct is None:
+            return [None] * (block_size - 1)
+        pairs = zip(self.correct.tolist()[1:], self.counts.tolist()[1:], strict=True)
+        return [correct / count if count else None for correct, count in pairs]
+
+
+class Learner:
+    """The drafter with its masters and optimizer: takes batches, adds up gradients, updates once a step.
+
+    Masters are the drafter's own weights unless it computes in bfloat16; then they are float32 copies of them.
+    """
+
+    def __init__(self, params: TrainParams, target: Target, config: DrafterConfig, device: str) -> None:
+        self.params = params
+        self.target = target
+        self.config = config
+        self.device = torch.device(device)
+        self.compute = DTYPES[params.dtype]
+        master = torch.float64 if params.dtype == "float64" else torch.float32
+        self.drafter = Drafter(config, seed=params.seed).to(device=self.device, dtype=master)
+        self.masters: dict[str, Tensor] = dict(self.drafter.named_parameters())
+        if self.compute != master:
+            self.masters = {name: weight.detach().clone() for name, weight in self.masters.items()}
+            self.drafter.to(self.compute)
+        self.weights: dict[str, Tensor] = dict(self.drafter.named_parameters())
+        self.optimizer = Optimizer(self.masters, params)
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Takes over weights by name, strictly.
+
+        Raises:
+            CorruptError: a name or shape that does not fit.
+        """
+        wanted = {name: tuple(weight.shape) for name, weight in self.masters.items()}
+        found = {name: tuple(weight.shape) for name, weight in weights.items()}
+        if wanted != found:
+            odd = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+            raise CorruptError(f"weight {odd} has shape {found.get(odd)}, this drafter wants {wanted.get(odd)}")
+        with torch.no_grad():
+            for name, weight in weights.items():
+                self.masters[name].copy_(weight)
+        self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Rounds the masters into the weights that compute."""
+        for name, weight in self.weights.items():
+            if weight is not self.masters[name]:
+                weight.copy_(self.masters[name])
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor, batch: Batch) -> Tensor:
+        """The target's taps of a batch, checked."""
+        taps = list(self.config.target_layer_ids)
+        features = self.target.features(input_ids, attention_mask, taps)
+        lengths = [int(length) for length in batch.lengths]
+        check_features(features, lengths, batch.batch_id, taps=len(taps), width=self.config.feature_size)
+        return features
+
+    def add(self, batch: Batch, samples: Samples, sums: StepSums) -> None:
+        """Forward and backward of one batch; gradients and sums are added to what is there. No anchor is no special case."""
+        started = time.perf_counter()
+        collated = collate(batch, samples, self.target.facts.pad_id)
+        input_ids = torch.from_numpy(collated["input_ids"]).to(self.device)
+        attention_mask = torch.from_numpy(collated["attention_mask"]).to(device=self.device, dtype=torch.long)
+        kind = torch.float64 if self.params.dtype == "float64" else torch.float32
+        loss_mask = torch.from_numpy(collated["loss_mask"]).to(device=self.device, dtype=kind)
+        anchors, valid = batch_anchors(
+            loss_mask,
+            seed=self.params.seed,
+            sample_ids=collated["sample_ids"],
+            epoch=batch.epoch,
+            max_anchors=self.params.max_anchors,
+        )
+        ready = time.perf_counter()
+        features = self.features(input_ids, attention_mask, batch)
+        drafted = time.perf_counter()
+        hidden = self.drafter(
+            features,
+            input_ids,
+            anchors,
+            self.target.embed,
+            anchor_valid=valid,
+            attention_mask=attention_mask,
+            anchor_chunk=self.params.anchor_chunk,
+            recompute=self.params.anchor_chunk is not None,
+        )
+        labels, weights = labels_and_weights(
+            input_ids, loss_mask, anchors, self.params.block_size, gamma=self.params.gamma, anchor_valid=valid
+        )
+        found = objective(hidden, labels, weights, self.target.lm_head, logit_chunk=self.params.logit_chunk)
+        found.loss_sum.backward()
+        self._add_gradients()
+        sums.loss += float(found.loss_sum.detach())
+        sums.weight += float(found.weight_sum)
+        correct, counts = found.correct.cpu().numpy(), found.counts.cpu().numpy()
+        sums.correct = correct if sums.correct is None else sums.correct + correct
+        sums.counts = counts if sums.counts is None else sums.counts + counts
+        sums.anchors += int(valid.sum())
+        sums.tokens += int(batch.lengths.sum())
+        sums.padded += batch.padded_tokens
+        sums.batches.append(batch)
+        sums.data_seconds += ready - started
+        sums.target_seconds += drafted - ready
+        sums.drafter_seconds += time.perf_counter() - drafted
+
+    def _add_gradients(self) -> None:
+        """Moves gradients in compute precision to the masters, where they add up in theirs."""
+        for name, weight in self.weights.items():
+            master = self.masters[name]
+            if weight is master or weight.grad is None:
+                continue
+            gradient = weight.grad.to(master.dtype)
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            weight.grad = None
+
+    def gradient_norm(self, weight: float) -> float:
+        """Divides the summed gradients by the step's weight and returns their norm; clears nothing."""
+        gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+        if weight > 0:
+            torch._foreach_div_(gradients, weight)
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def update(self, norm: float, step: int) -> None:
+        """Clips and updates."""
+        if norm > self.params.clip:
+            gradients = [master.grad for master in self.masters.values() if master.grad is not None]
+            torch._foreach_mul_(gradients, self.params.clip / (norm + 1e-6))
+        self.optimizer.step(learning_rate(self.params, step))
+        self._publish()
+
+    def clear_gradients(self) -> None:
+        """Forgets the gradients of a step."""
+        for master in self.masters.values():
+            master.grad = None
+
+
+# ---------------------------------------------------------------- the loop
+
+
+class Trainer:
+    """One attempt: resumes, steps, saves what is scheduled, and ends at the last scheduled step or when asked to."""
+
+    def __init__(
+        self, params: TrainParams, inputs: Inputs, workdir: Path, context: HostContext, ending: threading.Event
+    ) -> None:
+        self.params = params
+        self.directory = workdir
+        self.context = context
+        self.ending = ending
+        self.dataset = inputs.one("dataset")
+        self.buckets = inputs.one("buckets")
+        self.target_path = inputs.target_path
+        self.store = self.dataset.directory.parents[1]
+        self.config = drafter_config(params)
+        self.step = self.first_step = 0
+        self.nonfinite = 0
+        self.history: list[dict[str, int]] = []
+        self.parent: dict[str, Any] | None = None
+        self.saved: list[int] = []
+        self.alert = ""
+        self.kernels: dict[str, Any] = {}
+        self._schedule: tuple[tuple[int, int], list[int]] | None = None
+
+    def begin(self) -> None:
+        """Loads and checks everything, resumes, and writes down what will run. No batch is read before that is on disk."""
+        self.samples = load_train_samples(self.dataset.directory)
+        check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)
+        batching = BucketsParams.model_validate(self.buckets.params.params)
+        self.plan = BatchPlan(self.samples.lengths, self.samples.ids, batching, self.dataset.params.key)
+        target = load_checked_target(self.params, self.target_path, self.context.device)
+        self.kernels = target.kernels.to_dict()
+        self.learner = Learner(self.params, target, self.config, self.context.device)
+        self._resume()
+        self.writer = checkpoint.Writer(
+            self.directory,
+            checkpoint.collect_params(self.directory, self.store, "train"),
+            self._manifest(),
+            self.params.keep_states,
+        )
+        self._write_down()
+        self.metrics = Metrics(self.directory / "metrics.jsonl")
+        held = lease.holder(schedule.lease_path(self.directory))
+        self.lease = (held.pid, held.start) if held is not None else (os.getpid(), "")
+        self._tell_status()
+
+    def _resume(self) -> None:
+        state = checkpoint.newest_state(self.directory, self.directory.name)
+        source = self.params.continue_from
+        if source is not None:
+            parent = load_parent(source, self.store, self.config)
+            self.parent = parent.lineage
+            if state is None:
+                self.learner.load_weights(parent.weights)
+                if parent.state is not None:
+                    self.learner.optimizer.load(parent.state.moments)
+                    checkpoint.restore_generators(parent.state.generators)
+                    self.step = parent.state.next_step
+        if state is not None:
+            self.learner.load_weights(state.masters)
+            self.learner.optimizer.load(state.moments)
+            checkpoint.restore_generators(state.generators)
+            self.step, self.nonfinite, self.history = state.next_step, state.nonfinite, list(state.history)
+        self.first_step = self.step
+        self.history.append({"attempt": self.context.attempt, "from_step": self.step})
+
+    def _manifest(self) -> dict[str, Any]:
+        """The part of every manifest that does not change while this process lives."""
+        receipts = {name: upstream.receipt for name, upstream in (("dataset", self.dataset), ("buckets", self.buckets))}
+        found = {
+            name: {
+                "key": upstream.params.key,
+                "digest": receipt.content_digest() if (receipt := receipts[name]) else None,
+                "counts": receipt.counts.model_dump(mode="json") if receipt else {},
+                "results": receipt.results if receipt else {},
+            }
+            for name, upstream in (("dataset", self.dataset), ("buckets", self.buckets))
+        }
+        plan = self.plan
+        table = {
+            "edges": plan.edges.tolist(),
+            "samples": plan.samples.tolist(),
+            "batch_sizes": plan.batch_sizes.tolist(),
+            "batches": plan.batches.tolist(),
+            "steps_per_epoch": plan.steps_per_epoch,
+        }
+        return {
+            "placement": {**self.params.placement_values(), "host": self.context.host, "device": self.context.device},
+            "dataset": found["dataset"],
+            "buckets": {**found["buckets"], "table": table},
+            "topology": {"targets": 1, "drafters": 1, "colocate": True, "world_size": 1},
+            "kernels": self.kernels,
+            "environment": collect(self.kernels),
+        }
+
+    def _write_down(self) -> None:
+        environment = self.writer.manifest["environment"]
+        digest = store_environment(self.store, environment)
+        write_json(
+            self.directory / "resolved.json",
+            {
+                "key": self.writer.key,
+                "attempt": self.context.attempt,
+                "params": self.params.model_dump(mode="json"),
+                "drafter": self.config.to_dict(),
+                "config": {name: params.params for name, params in self.writer.params_files.items()},
+                "kernels": self.kernels,
+                "environment": digest,
+                "from_step": self.step,
+            },
+        )
+
+    def scheduled(self) -> list[int]:
+        """The schedule, read anew when the file has changed: steps may be added while training runs."""
+        stat = (self.directory / "schedule.json").stat()
+        mark = (stat.st_ino, stat.st_mtime_ns)
+        if self._schedule is None or self._schedule[0] != mark:
+            self._schedule = mark, schedule.read_schedule(self.directory)
+        return self._schedule[1]
+
+    def train(self) -> None:
+        """Steps until the last scheduled step, or until somebody asks to end.
+
+        Raises:
+            PermanentError: too many non-finite steps in a row, or the last step could not be saved.
+        """
+        progress = self.context.progress
+        while not self.ending.is_set() and self.step < max(self.scheduled(), default=0):
+            line = self.one_step(self.step)
+            self.step += 1
+            self.metrics.write(line)
+            self._after_step()
+            rate = line.tokens / max(line.seconds, 1e-9)
+            progress.update(self.step - self.first_step, max(self.scheduled()) - self.first_step, "steps")
+            if self.step == self.first_step + 1:
+                progress.say(f"step {self.step}: loss {line.loss:.4f}, {rate:,.0f} tok/s")
+        if (
+            self.alert
+            and self.step == max(self.scheduled(), default=0)
+            and not schedule.exists(self.directory, self.step)
+        ):
+            raise PermanentError(self.alert, where=str(self.directory), remedy="Free some space and run again.")
+
+    def one_step(self, index: int) -> MetricsLine:
+        """Trains on the batches of step `index` (from 0) and returns its line of metrics."""
+        started = time.perf_counter()
+        sums = StepSums()
+        self.learner.clear_gradients()
+        for batch in self.plan.step(index):
+            self.learner.add(batch, self.samples, sums)
+        norm = self.learner.gradient_norm(sums.weight)
+        loss = sums.loss / sums.weight if sums.weight > 0 else 0.0
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._skip_nonfinite(index + 1, loss, norm, sums)
+        else:
+            self.nonfinite = 0
+            if sums.weight > 0:  # a step without a single anchor teaches nothing
+                self.learner.update(norm, index + 1)
+        seconds = time.perf_counter() - started
+        return MetricsLine(
+            attempt=self.context.attempt,
+            step=index + 1,
+            time=now(),
+            loss=loss,
+            accuracy_by_slot=sums.accuracy_by_slot(self.params.block_size),
+            learning_rate=learning_rate(self.params, index + 1),
+            gradient_norm=norm,
+            anchors=sums.anchors,
+            tokens=sums.tokens,
+            seconds=seconds,
+            tokens_per_second={
+                "target": sums.tokens / max(sums.target_seconds, 1e-9),
+                "drafter": sums.tokens / max(sums.drafter_seconds, 1e-9),
+            },
+            stalled_seconds={"data": sums.data_seconds},
+            padding_share=1.0 - sums.tokens / sums.padded,
+            batch_ids=[batch.batch_id for batch in sums.batches],
+            buckets=[batch.bucket for batch in sums.batches],
+            memory_bytes=memory_bytes(),
+        )
+
+    def _skip_nonfinite(self, step: int, loss: float, norm: float, sums: StepSums) -> None:
+        """Leaves the weights as they are; ends training after `max_nonfinite` such steps in a row.
+
+        Raises:
+            PermanentError: there were too many; their batches are in `nonfinite.json`.
+        """
+        self.nonfinite += 1
+        batches = [batch.batch_id for batch in sums.batches]
+        alert(f"step {step}: loss {loss}, gradient norm {norm}; the update is skipped (batches {', '.join(batches)})")
+        if self.nonfinite < self.params.max_nonfinite:
+            return
+        path = self.directory / "nonfinite.json"
+        steps = range(step - self.nonfinite + 1, step + 1)
+        ids = {str(number): [batch.batch_id for batch in self.plan.step(number - 1)] for number in steps}
+        write_json(path, {"steps": ids, "loss": repr(loss), "gradient_norm": repr(norm)})
+        raise PermanentError(
+            f"loss or gradient was not finite for {self.nonfinite} steps in a row, up to step {step}",
+            where=str(path),
+            remedy="Lower train.lr, or look at the batches named there.",
+        )
+
+    def _after_step(self) -> None:
+        # Under the lock of the schedule: whoever adds this very step either comes before and is served, or comes after and
+        # reads that it has been passed.
+        with locked(schedule.schedule_lock(self.directory)):
+            due = self.step in self.scheduled() or self.ending.is_set()
+            if not due:
+                self._tell_status()
+        if due:
+            self._save()
+            self._tell_status()
+
+    def _save(self) -> None:
+        state = checkpoint.State(
+            masters=self.learner.masters,
+            moments=self.learner.optimizer.state(),
+            next_step=self.step,
+            nonfinite=self.nonfinite,
+            history=self.history,
+            generators=checkpoint.generator_states(),
+        )
+        try:
+            self.writer.save(self.step, self.learner.drafter, state, self._lineage())
+        except checkpoint.DiskFull as error:
+            self.alert = error.what
+            alert(error.message())
+            return
+        self.alert = ""
+        self.saved.append(self.step)
+
+    def _lineage(self) -> Lineage:
+        begun = {entry["attempt"]: entry["from_step"] for entry in self.history}
+        attempts = [
+            {
+                "attempt": record.attempt,
+                "run": record.run,
+                "from_step": begun.get(record.attempt),
+                "start": record.start,
+                "end": record.end,
+                "exit": record.exit,
+                "signal": record.signal,
+            }
+            for record in read_attempts(self.directory)
+        ]
+        records = read_attempts(self.directory)
+        codes = list(dict.fromkeys(record.code for record in records)) or [
+            self.writer.params_files["train"].code.digest
+        ]
+        return Lineage(parent=self.parent, attempts=attempts or self.history, code=codes)
+
+    def _tell_status(self) -> None:
+        pid, start = self.lease
+        status = schedule.Status(
+            attempt=self.context.attempt, step=self.step, lease_pid=pid, lease_start=start, alert=self.alert
+        )
+        schedule.write_status(self.directory, status)
+
+
+def memory_bytes() -> dict[str, int]:
+    """The most memory in use on each GPU since the last call; empty on a CPU."""
+    if not torch.cuda.is_initialized():
+        return {}
+    found = {f"cuda:{index}": torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())}
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(index)
+    return {name: size for name, size in found.items() if size}
+
+
+# ---------------------------------------------------------------- the launcher's child
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process within half a second of its launcher's death. Every file it writes appears by renaming, so nothing
+    half-written is left that could be taken for whole."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.25)
+        os.write(2, b"the launcher is gone; the trainer ends\n")
+        os._exit(128 + signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line that the launcher calls. Exit status: 0 done or ended on request, else `EXIT_BY_KIND`."""
+    parser = argparse.ArgumentParser(prog="python -m dflash.train.trainer")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--store", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True, help="pid of the launcher; this process ends with it")
+    arguments = parser.parse_args(argv)
+    ending = threading.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: ending.set())
+    _end_with_parent(arguments.parent)
+    attempt = Attempt.read(attempt_path(arguments.directory, arguments.attempt))
+    try:
+        params_file = read_params(arguments.directory)
+        placement = attempt.placement
+        params = _params(params_file.params, placement.values)
+        target_path = Path(placement.target_path) if placement.target_path else None
+        inputs = load_inputs(params_file, arguments.store, target_path=target_path)
+        context = HostContext(
+            host=placement.host,
+            device=placement.device,
+            threads=placement.threads,
+            attempt=attempt.attempt,
+            placement=placement.values,
+            progress=Progress("train"),
+        )
+        _train(params, inputs, arguments.directory, context, ending)
+    except DflashError as error:
+        print(f"{now()} {error.kind}: {error.message()}", file=sys.stderr, flush=True)
+        if error.kind != "transient":
+            _leave_failure(arguments.directory, attempt, error)
+        return EXIT_BY_KIND.get(error.kind, 1)
+    return 0
+
+
+def _params(keyed: dict[str, Any], placed: dict[str, Any]) -> TrainParams:
+    try:
+        return TrainParams.model_validate({**keyed, **placed})
+    except ValueError as error:
+        raise ConfigError(f"parameters and placement do not fit: {error}", where="train") from error
+
+
+def _leave_failure(directory: Path, attempt: Attempt, error: DflashError) -> None:
+    failure = Failure(
+        stage="train",
+        key=directory.name,
+        kind=error.kind,
+        message=error.message(),
+        at=now(),
+        invocation=attempt.invocation,
+    )
+    try:
+        failure.write(directory / "failure.json")
+    except PermanentError as full:
+        alert(full.message())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
