@@ -33,6 +33,7 @@ fmt: $(VENV)/ready-dev
 	$(BIN)/ruff check --fix dflash tests config
 	$(BIN)/ruff format dflash tests config
 	$(BIN)/snakefmt Snakefile workflow
+	$(BIN)/python -m dflash.plan.options > config/README.md
 
 $(VENV)/ready: requirements.lock pyproject.toml
 	@echo "installing the locked dependencies into $(VENV) (a minute or two, once)"

@@ -174,7 +174,7 @@ def _run_config(name: str, source: Source, cache: DigestCache) -> RunConfig:
             where=source.origin("prompts"),
             remedy="Give at least one entry with `name` and `path`.",
         )
-    prompts = []
+    prompts: list[PromptsParams] = []
     for index, entry in enumerate(sources):
         key = f"prompts.{index}"
         path = entry.get("path") if isinstance(entry, dict) else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash.base.errors import CorruptError
+from dflash.base.errors import ConfigError, CorruptError
 from dflash.base.params import Params
 from dflash.base.records import CodeDigest, ParamsFile, StopMarker, stage_key
 from dflash.base.store import checkpoint_directory, receipt_path, stage_directory
@@ -20,6 +20,22 @@ from dflash.plan.code import code_digest
 from dflash.plan.config import Config, RunConfig
 from dflash.plan.decisions import Decisions
 from dflash.stages import BY_NAME, Stage
+
+PARENT_MUST_SHARE = (
+    "block_size",
+    "num_draft_layers",
+    "target_layer_ids",
+    "layer_types",
+    "sliding_window",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rms_norm_eps",
+    "mask_token_id",
+)
+"""What makes a drafter the same drafter: a training that continues another keeps these."""
 
 
 @dataclass
@@ -173,6 +189,7 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
         add(f"completions/{source.name}", run.completions, "completions", {"prompts": f"prompts/{source.name}"})
     add("dataset", run.dataset, "dataset", _same(*(f"completions/{source.name}" for source in run.prompts)))
     add("buckets", run.batching, "batching", _same("dataset"))
+    _check_parent(plan.store, run)
     train = add("train", run.train, "train", _same("dataset", "buckets"))
     steps = scheduled_steps(train.directory, run)
     train.steps = sorted({*train.steps, *steps})
@@ -188,6 +205,31 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
         steps=steps,
     )
     return _planned_run(plan, run, nodes, steps, codes)
+
+
+def _check_parent(store: Path, run: RunConfig) -> None:
+    """A training can only go on from a checkpoint that exists, with the drafter it was trained as."""
+    parent = run.train.continue_from
+    if parent is None:
+        return
+    where = run.origins["train"].get("continue_from", "train.continue_from")
+    directory = stage_directory(store, "train", parent.key)
+    if not (checkpoint_directory(directory, parent.step) / "manifest.json").exists():
+        steps = sorted(int(path.parent.name[5:]) for path in directory.glob("step_*/manifest.json"))
+        raise ConfigError(
+            f"`train.continue_from: {{key: {parent.key}, step: {parent.step}}}` names no checkpoint in {store}",
+            where=where,
+            remedy=f"Steps of {parent.key}: {', '.join(map(str, steps)) or 'none'}.",
+        )
+    old = ParamsFile.read(directory / "params.json").params
+    for name in PARENT_MUST_SHARE:
+        if old[name] != run.train.keyed_values()[name]:
+            raise ConfigError(
+                f"`train.{name}: {run.train.keyed_values()[name]}` differs from {old[name]}, with which "
+                f"{parent.key} was trained",
+                where=where,
+                remedy=f"A continued training keeps its {name}.",
+            )
 
 
 def _same(*names: str) -> dict[str, str]:

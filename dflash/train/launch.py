@@ -410,7 +410,9 @@ def _detach(log: Path) -> int:
         os.close(writer)
         with os.fdopen(reader) as stream:
             report = stream.read()
-        outcome: dict[str, Any] = json.loads(report) if report else {"status": 1, "message": "it died before it held the lease"}
+        outcome: dict[str, Any] = (
+            json.loads(report) if report else {"status": 1, "message": "it died before it held the lease"}
+        )
         if outcome["message"]:
             print(outcome["message"], file=sys.stderr, flush=True)
         os._exit(outcome["status"])

@@ -66,7 +66,9 @@ def test_the_message_names_the_line(fresh: Workspace) -> None:
 
 
 def test_a_number_that_yaml_reads_as_text_works(fresh: Workspace) -> None:
-    (fresh.folder / CONFIG).write_text((fresh.folder / CONFIG).read_text().replace("'1e-3'", "1e-3").replace("0.001", "1e-3"))
+    (fresh.folder / CONFIG).write_text(
+        (fresh.folder / CONFIG).read_text().replace("'1e-3'", "1e-3").replace("0.001", "1e-3")
+    )
     assert "lr: 1e-3" in (fresh.folder / CONFIG).read_text()
     assert isinstance(yaml.safe_load("lr: 1e-3")["lr"], str)
     written = fresh.node("train")["key"]
@@ -130,7 +132,9 @@ def read_only(tmp_path: Path, require_or_skip: Callable[[str, str], None]) -> An
     """A read-only mount (root ignores permissions)."""
     folder = tmp_path / "readonly"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)], capture_output=True, check=False
+    )
     if mounted.returncode != 0:
         require_or_skip("mount", f"tmpfs cannot be mounted ({mounted.stderr.decode().strip()})")
     yield folder

@@ -29,7 +29,9 @@ def test_plain_snakemake_finds_nothing_to_do_either(finished: Workspace) -> None
     assert finished.made_since(before) == []
 
 
-def test_an_evaluation_param_reruns_evaluation_and_report_and_changing_it_back_reruns_nothing(finished: Workspace) -> None:
+def test_an_evaluation_param_reruns_evaluation_and_report_and_changing_it_back_reruns_nothing(
+    finished: Workspace,
+) -> None:
     latest = finished.results / "runs/micro/latest"
     first = latest.readlink()
     finished.write_config(evaluate={"bootstrap": 60})
@@ -58,7 +60,9 @@ def test_one_more_prompt_source_reruns_no_other_completions(finished: Workspace)
     finished.write_config(prompts=[*finished.config["prompts"], {"name": "more", "path": "config/micro/more.jsonl"}])
     made = finished.reruns()
     # one prompts and one completions receipt: those of the new source
-    assert made == sorted(["prompts", "completions", "dataset", "buckets", "references", *TRAINED, *EVALUATED, "report"])
+    assert made == sorted(
+        ["prompts", "completions", "dataset", "buckets", "references", *TRAINED, *EVALUATED, "report"]
+    )
 
 
 def test_the_same_prompts_under_another_path_and_touched_files_rerun_nothing(finished: Workspace) -> None:
@@ -74,14 +78,18 @@ def test_the_same_prompts_under_another_path_and_touched_files_rerun_nothing(fin
 
 
 def test_a_comment_a_docstring_and_an_inert_module_rerun_nothing(finished: Workspace) -> None:
-    finished.edited_code("dflash/train/objective.py", "from __future__ import annotations", "# why\nfrom __future__ import annotations")
+    finished.edited_code(
+        "dflash/train/objective.py", "from __future__ import annotations", "# why\nfrom __future__ import annotations"
+    )
     finished.edited_code("dflash/evaluate/tree.py", '"""', '"""More words. ')
     finished.edited_code("dflash/base/progress.py", "import time", "import time\n\nUNUSED = 1")
     assert finished.reruns() == []
 
 
 def test_a_change_to_the_tree_reruns_evaluation_and_report(finished: Workspace) -> None:
-    finished.edited_code("dflash/evaluate/tree.py", "from __future__ import annotations", "from __future__ import annotations\n\nX = 1")
+    finished.edited_code(
+        "dflash/evaluate/tree.py", "from __future__ import annotations", "from __future__ import annotations\n\nX = 1"
+    )
     assert finished.reruns() == [*EVALUATED, "report"]
 
 
@@ -203,10 +211,10 @@ def test_two_runs_that_share_a_dataset_build_it_once(fresh: Workspace) -> None:
 
 
 def test_a_dry_run_writes_nothing(fresh: Workspace) -> None:
-    before = {path for path in fresh.folder.rglob("*")}
+    before = set(fresh.folder.rglob("*"))
     done = fresh.call("run", "-n")
     assert "to make" in done.stdout
-    assert {path for path in fresh.folder.rglob("*")} == before
+    assert set(fresh.folder.rglob("*")) == before
 
 
 def test_receipts_name_their_inputs_and_nothing_lies_half_made(finished: Workspace) -> None:

@@ -45,7 +45,10 @@ def test_a_lower_floor_never_imports_a_higher_one(module: str) -> None:
     higher = [
         other
         for other in imported_modules(source_root(), module)
-        if not other.endswith("__init__") and len(other.split(".")) > 1 and is_file(other) and floor(other) > floor(module)
+        if not other.endswith("__init__")
+        and len(other.split(".")) > 1
+        and is_file(other)
+        and floor(other) > floor(module)
     ]
     assert higher == []
 
