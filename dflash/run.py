@@ -278,11 +278,12 @@ def _explain_failure(plan: Plan) -> None:
 
 def print_results(plan: Plan) -> None:
     """The table of results of every run, on stdout, and where its report is."""
-    from dflash.report.tables import results_table
+    from dflash.report.tables import read_csv, results_table
 
     for planned in plan.runs:
-        print(results_table(planned.directory))
-        print(f"report: {planned.directory.parent / 'latest' / 'report.html'}")
+        latest = planned.directory.parent / "latest"
+        print(f"\nrun {planned.name} ({planned.runkey})")
+        results_table(read_csv(latest / "evaluations.csv"), latest / "report.html", stream=sys.stdout)
 
 
 def plan_as_json(plan: Plan) -> str:

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import pandas as pd
 
+from dflash.base.errors import CorruptError
+
 COLUMNS = (
     "run",
     "train_key",
@@ -115,6 +117,25 @@ def csv_text(frame: pd.DataFrame) -> str:
     stream = io.StringIO()
     frame.to_csv(stream, index=False, columns=list(COLUMNS), lineterminator="\n")
     return stream.getvalue()
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    """Reads an `evaluations.csv` back, with the types it was written with.
+
+    Raises:
+        CorruptError: missing, or with other columns.
+    """
+    try:
+        frame = pd.read_csv(path, dtype=dict.fromkeys(INTEGERS, "Int64") | dict.fromkeys(NUMBERS, "float64"))
+    except (OSError, ValueError) as error:
+        raise CorruptError(
+            f"not a table of evaluations ({error})", where=str(path), remedy="Run `dflash run`."
+        ) from error
+    if list(frame.columns) != list(COLUMNS):
+        raise CorruptError(
+            "the columns are not those of a table of evaluations", where=str(path), remedy="Run `dflash run`."
+        )
+    return frame
 
 
 def tau_tables(frame: pd.DataFrame, *, metric: str = "tau_pooled", unclipped: bool = False) -> list[TauTable]:
