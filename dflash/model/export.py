@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
-from dflash.model.drafter import Drafter, DrafterConfig, default_taps
+from dflash.model.drafter import Drafter, DrafterConfig
+from dflash.model.taps import default_taps
 
 # Options of other drafters that change the arithmetic and are not implemented; their neutral values are allowed.
 NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {

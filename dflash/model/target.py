@@ -40,8 +40,8 @@ from transformers import (
 )
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
-from dflash.model.drafter import check_taps
 from dflash.model.kernels import BoundKernels, bound_kernels, force_reference, require
+from dflash.model.taps import check_taps
 
 MODEL_TYPES = ("qwen3", "qwen3_5", "qwen3_5_text")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}

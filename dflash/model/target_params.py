@@ -33,9 +33,6 @@ class RandomTarget(Params):
     head_dim: int = Field(16, ge=4)
     rope_theta: float = Field(10000.0, gt=0)
     max_position_embeddings: int = Field(4096, ge=16, description="longest context, tokens")
-    initializer_range: float = Field(
-        0.2, gt=0, description="standard deviation of the weights; large, so that greedy text is not one token for ever"
-    )
 
 
 class TargetSection(Params):

@@ -248,7 +248,9 @@ def _resolve_train(params: TrainParams) -> TrainParams:
     heads = params.num_attention_heads or max(1, target.hidden_size // params.head_dim)
     resolved = {
         "mask_token_id": mask,
-        "target_layer_ids": taps if taps is not None else default_taps(target.num_layers, params.num_draft_layers),
+        "target_layer_ids": taps
+        if taps is not None
+        else list(default_taps(target.num_layers, params.num_draft_layers)),
         "layer_types": params.layer_types or ["full_attention"] * params.num_draft_layers,
         "intermediate_size": params.intermediate_size or 3 * target.hidden_size,
         "num_attention_heads": heads,

@@ -10,8 +10,9 @@ from model_samples import FULL, SLIDING, drafter_config
 from torch import Tensor, nn
 
 from dflash.base.errors import ConfigError, PermanentError
-from dflash.model.drafter import Drafter, DrafterConfig, default_taps, draft_all, draft_chunks, parameter_count
+from dflash.model.drafter import Drafter, DrafterConfig, draft_all, draft_chunks, parameter_count
 from dflash.model.masks import block_mask, context_mask, document_positions, own_block_mask
+from dflash.model.taps import default_taps
 
 LENGTH, BLOCK = 20, 4
 KINDS = {"full": {"layer_types": FULL}, "sliding": {"layer_types": SLIDING, "sliding_window": 6}}
