@@ -188,10 +188,10 @@ def _run_config(name: str, source: Source, cache: DigestCache) -> RunConfig:
     completions = section(CompletionsParams, "completions", {"target": target})
     raw_dataset = source.values.get("dataset", {})
     exclude = raw_dataset.get("exclude", []) if isinstance(raw_dataset, dict) else []
-    digests = [
-        _file_digest(path, f"dataset.exclude.{index}", source, cache, files)
-        for index, path in enumerate(exclude if isinstance(exclude, list) else [])
-    ]
+    digests = []
+    for index, path in enumerate(exclude if isinstance(exclude, list) else []):
+        digests.append(_file_digest(path, f"dataset.exclude.{index}", source, cache, files))
+        _validate_prompts(PromptsParams(name="exclude", path=path, digest=digests[-1]), cache)
     dataset = section(DatasetParams, "dataset", {"exclude_digests": sorted(digests)})
     batching = section(BucketsParams, "batching")
     train = _explained(source, "train", lambda: _resolve_train(section(TrainParams, "train", {"target": target})))

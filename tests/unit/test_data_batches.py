@@ -16,7 +16,7 @@ from dflash.base.errors import CorruptError, PermanentError
 from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_samples, load_validation_samples
 from dflash.data.buckets_params import BucketsParams
 from dflash.data.schemas import SAMPLES
-from dflash.data.tables import ROW_GROUP, read_rows, write_table
+from dflash.data.tables import ROW_GROUP, TableWriter, read_rows, write_table
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 
@@ -102,6 +102,16 @@ def test_the_order_is_that_of_dataset_seed_and_epoch_and_nothing_else() -> None:
     assert rows(plan) == rows(plan_of(lengths, params))
 
 
+def test_two_epochs_are_remembered_and_no_more() -> None:
+    plan = plan_of([10] * 10, BucketsParams())
+    first = plan.epoch(0)
+    plan.epoch(1)
+    assert plan.epoch(0) is first
+    plan.epoch(1), plan.epoch(2)
+    assert plan.epoch(0) is not first
+    assert plan.epoch(0).rows.tolist() == first.rows.tolist()
+
+
 def test_the_order_is_pinned_for_ever() -> None:
     plan = plan_of(
         [5, 9, 2, 7, 7, 3, 8, 1], BucketsParams(token_budget=18, max_seq_len=9, quantiles=2, batches_per_step=2)
@@ -176,6 +186,18 @@ def test_a_collated_batch_holds_the_tokens_pads_on_the_right_and_masks_prompts(d
             assert arrays["loss_mask"][place].tolist() == mask
             supervised += sum(mask)
     assert supervised > 0
+
+
+def test_pieces_of_any_size_give_the_same_bytes(tmp_path: Path, dataset_dir: Path) -> None:
+    rows = [row for _ in range(3) for row in read_rows(dataset_dir / "train.parquet", SAMPLES)]
+    written = set()
+    for size in (97, ROW_GROUP, 2500, len(rows)):
+        with TableWriter(tmp_path / "piecewise.parquet", SAMPLES) as writer:
+            for start in range(0, len(rows), size):
+                writer.append(rows[start : start + size])
+        written.add((tmp_path / "piecewise.parquet").read_bytes())
+        assert read_rows(tmp_path / "piecewise.parquet", SAMPLES) == rows
+    assert len(written) == 1
 
 
 def test_damaged_samples_are_refused(dataset_dir: Path, tmp_path: Path) -> None:

@@ -151,12 +151,13 @@ def test_torn_and_foreign_shards_are_ignored(
     scratch = tmp_path / "scratch"
     use(monkeypatch, target())
     run_completions(prompts_dir, tmp_path / "first", placement={"scratch": scratch})
-    torn, flipped, _ = sorted(scratch.glob("shard-*.parquet"))
+    torn, flipped, swapped = sorted(scratch.glob("shard-*.parquet"))
+    swapped.write_bytes(torn.read_bytes())
     torn.write_bytes(torn.read_bytes()[:-20])
     data = bytearray(flipped.read_bytes())
     data[len(data) // 3] ^= 255
     flipped.write_bytes(data)
-    use(monkeypatch, Dying(2))
+    use(monkeypatch, Dying(3))
     run_completions(prompts_dir, tmp_path / "second", placement={"scratch": scratch})
     assert (tmp_path / "second" / "completions.parquet").read_bytes() == (
         undisturbed / "completions.parquet"
