@@ -52,8 +52,8 @@ class PromptLookup:
 class NGram:
     """A count n-gram model with back-off; see `count`.
 
-    A context of c tokens has an id, found from its last token and the id of the c-1 tokens... read backwards: the pair
-    (token c back, id of the c-1 tokens after it) is looked up among the sorted pairs of that order.
+    Each known context of c tokens has an id. It is found from the end backwards: the pair (its first token, id of the c-1
+    tokens after that) is looked up among the sorted pairs of that length, and its place among them is the id.
     """
 
     def __init__(self, order: int) -> None:

@@ -301,7 +301,7 @@ def request_row(row: dict[str, Any], kernel: str, method: str, budget: int, walk
 
 
 def beaten_by(tau: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
-    """The baselines that commit at least as many tokens a verification as the drafter's chain, by kernel and set."""
+    """The baselines that commit more tokens a verification than the drafter's chain, by kernel and set."""
     return [
         {
             "kernel": kernel,
@@ -313,5 +313,5 @@ def beaten_by(tau: dict[str, dict[str, dict[str, float]]]) -> list[dict[str, Any
         for kernel, sets in tau.items()
         for prompt_set, values in sets.items()
         for method in BASELINES
-        if values[method] > 0 and values[method] >= values["chain"]
+        if values[method] > values["chain"]
     ]

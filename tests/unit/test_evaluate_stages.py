@@ -1,0 +1,365 @@
+"""The two stages as the runner calls them: references of a tiny target, and a checkpoint judged against them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from evaluate_samples import DENSE, TAPS, drafter_config, half_trained, identity, target
+
+from dflash.base.canonical import canonical_json
+from dflash.base.errors import ConfigError, CorruptError, PermanentError
+from dflash.base.files import sha256_file
+from dflash.base.progress import Progress
+from dflash.base.records import CodeDigest, ParamsFile, stage_key
+from dflash.base.stage import HostContext, Inputs, Outputs, Upstream
+from dflash.data.prompts import messages_id
+from dflash.data.schemas import REFERENCES, SAMPLES
+from dflash.data.tables import read_rows, write_table
+from dflash.evaluate import evaluate, references
+from dflash.evaluate.ends import load_ends
+from dflash.evaluate.evaluate_params import EvaluateParams
+from dflash.evaluate.features import FeatureReader
+from dflash.evaluate.metrics import COLUMNS
+from dflash.evaluate.references_params import PromptSet, ReferencesParams
+from dflash.evaluate.samples import text_pieces
+from dflash.model.drafter import Drafter
+from dflash.model.export import save_drafter
+from dflash.model.target import byte_tokenizer
+
+TRAINED = [f"train on {number}" for number in range(4)]
+HELD_OUT = ["held out one", "held out two, which is longer"]
+
+
+def context(**placement: Any) -> HostContext:
+    return HostContext(placement=placement, progress=Progress(quiet=True))
+
+
+def upstream(directory: Path, stage: str, params: dict[str, Any] | None = None) -> Upstream:
+    code = CodeDigest(digest="0" * 64, modules={})
+    key = stage_key(stage, params or {}, {}, code.digest)
+    file = ParamsFile(stage=stage, key=key, params=params or {}, origins={}, upstream={}, code=code)
+    return Upstream(directory, file, None)
+
+
+def samples(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of the dataset, made by hand."""
+    made = []
+    for text in texts:
+        messages = [{"role": "user", "content": text}]
+        made.append(
+            {
+                "id": messages_id(messages),
+                "source": "hand",
+                "messages": canonical_json(messages).decode(),
+                "input_ids": [*text.encode(), 65, 66, 67, 257],
+                "prompt_length": len(text),
+                "finish_reason": "stop",
+            }
+        )
+    return made
+
+
+@dataclass
+class Road:
+    """A dataset in a folder, and the stages run on it."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.dataset(TRAINED, HELD_OUT)
+
+    def dataset(self, trained: Sequence[str], held_out: Sequence[str]) -> None:
+        write_table(self.root / "train.parquet", SAMPLES, samples(trained))
+        write_table(self.root / "validation.parquet", SAMPLES, samples(held_out))
+
+    def prompts(self, name: str, lines: Sequence[Any]) -> tuple[PromptSet, dict[str, Path]]:
+        """A prompt set of a JSONL file."""
+        path = self.root / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        digest = sha256_file(path)
+        return PromptSet(name=name, path=str(path), digest=digest), {digest: path}
+
+    def references(
+        self,
+        name: str = "references",
+        *,
+        files: dict[str, Path] | None = None,
+        placement: dict[str, Any] | None = None,
+        **values: Any,
+    ) -> Outputs:
+        params = references_params(**values)
+        (self.root / name).mkdir()
+        inputs = Inputs({"dataset": upstream(self.root, "dataset")}, files or {})
+        return references.run(params, inputs, self.root / name, context(**(placement or {})))
+
+    def checkpoint(self, drafter: Drafter, step: int = 7) -> None:
+        save_drafter(drafter, self.root / "train" / f"step_{step}" / "drafter")
+
+    def inputs(self, name: str = "references", step: int | None = 7, **values: Any) -> Inputs:
+        params = references_params(**values).keyed_values()
+        return Inputs(
+            {
+                "dataset": upstream(self.root, "dataset"),
+                "train": upstream(self.root / "train", "train"),
+                "references/torch": upstream(self.root / name, "references", params),
+            },
+            step=step,
+        )
+
+    def evaluate(self, inputs: Inputs, name: str = "evaluate", **values: Any) -> Outputs:
+        (self.root / name).mkdir()
+        return evaluate.run(evaluate_params(**values), inputs, self.root / name, context())
+
+
+def references_params(**values: Any) -> ReferencesParams:
+    return ReferencesParams(**{"target": identity(DENSE), "taps": list(TAPS), "max_new_tokens": 20, **values})
+
+
+def evaluate_params(**values: Any) -> EvaluateParams:
+    given = {"target": identity(DENSE), "taps": list(TAPS), "block_size": 4, "budgets": [4, 8], "bootstrap": 20}
+    return EvaluateParams(**{**given, **values})
+
+
+@pytest.fixture
+def road(tmp_path: Path) -> Road:
+    return Road(tmp_path / "road")
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Road, Outputs, Outputs]:
+    """A road with references of two prompt sets and one judged checkpoint."""
+    road = Road(tmp_path_factory.mktemp("judged"))
+    prompt_set, files = road.prompts("extra", [{"prompt": "something else"}, {"prompt": "and again"}])
+    sets = [PromptSet(name="held_out", held_out=True), prompt_set]
+    made = road.references(files=files, prompt_sets=sets)
+    road.checkpoint(half_trained("dense")[0].drafter)
+    return road, made, road.evaluate(road.inputs(prompt_sets=sets))
+
+
+def test_references_are_the_targets_greedy_continuations(judged: tuple[Road, Outputs, Outputs]) -> None:
+    road, made, _ = judged
+    rows = read_rows(road.root / "references" / "references.parquet", REFERENCES)
+    assert [row["prompt_set"] for row in rows] == ["held_out", "held_out", "extra", "extra"]
+    model = target("dense")
+    for row in rows:
+        assert bytes(token for token in row["prompt_ids"] if token < 256).decode().endswith("assistant\n")
+        assert model.generate([row["prompt_ids"]], 20) == [(row["output_ids"], row["finish_reason"])]
+    assert made.counts.total == made.counts.ok == 4
+    cut = sum(row["finish_reason"] == "length" for row in rows[:2])
+    assert made.results["prompt_sets"]["held_out"]["truncated_share"] == cut / 2
+    assert sorted(made.files) == sorted(path.name for path in (road.root / "references").iterdir())
+
+
+def test_cached_and_recomputed_features_give_the_same_evaluation_bit_for_bit(road: Road) -> None:
+    road.checkpoint(half_trained("dense")[0].drafter)
+    for name, cap in (("all", 1.0), ("one", 2e-5), ("none", 0.0)):
+        made = road.references(name, placement={"features_cache_gb": cap})
+        assert made.results["features"]["cached_requests"] == {"all": 2, "one": 1, "none": 0}[name]
+        road.evaluate(road.inputs(name), f"evaluate-{name}")
+    rows = [(road.root / f"evaluate-{name}" / "step_7" / "rows.json").read_bytes() for name in ("all", "one", "none")]
+    assert rows[0] == rows[1] == rows[2]
+
+
+def test_the_target_does_not_run_while_features_are_cached(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    road.references()
+    road.checkpoint(half_trained("dense")[0].drafter)
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(evaluate, "load_target", refuse)
+    assert road.evaluate(road.inputs()).counts.ok == 2
+
+
+def test_every_method_and_metric_has_rows_with_the_columns_of_the_interface(
+    judged: tuple[Road, Outputs, Outputs],
+) -> None:
+    road, _, done = judged
+    rows = json.loads((road.root / "evaluate" / "step_7" / "rows.json").read_text())
+    assert all(set(row) == set(COLUMNS) for row in rows)
+    key = road.inputs().one("train").params.key
+    assert {(row["train_key"], row["step"], row["drafter"], row["kernel"]) for row in rows} == {
+        (key, 7, "trained", "torch")
+    }
+    methods = {("chain", 3), ("tree", 4), ("tree", 8), ("prompt_lookup", 3), ("ngram", 3)}
+    for prompt_set in ("held_out", "extra"):
+        own = [row for row in rows if row["prompt_set"] == prompt_set and row["length_bucket"] == "all"]
+        assert {(row["method"], row["budget"]) for row in own if row["metric"] == "tau_pooled"} == methods
+        slots = {row["metric"] for row in own if row["method"] == "chain"} - {"tau_pooled", "tau_request_mean"}
+        every = {f"slot_accuracy_{kind}{k}" for kind in ("", "given_prefix_") for k in (1, 2, 3)}
+        # No row where no anchor has the prefix right.
+        assert every - {"slot_accuracy_given_prefix_2", "slot_accuracy_given_prefix_3"} <= slots <= every
+    assert all(1 <= row["value"] <= 4 for row in rows if row["metric"].startswith("tau") and row["method"] != "tree")
+    assert sorted(done.files) == [f"step_7/{name}" for name in ("requests.parquet", "rows.json", "samples.json")]
+
+
+def test_the_numbers_follow_from_the_acceptance_lengths_of_the_requests(
+    judged: tuple[Road, Outputs, Outputs],
+) -> None:
+    road, _, done = judged
+    table = pq.read_table(road.root / "evaluate" / "step_7" / "requests.parquet").to_pylist()
+    assert len(table) == 4 * 5
+    for row in table:
+        assert sum(row["acceptance_lengths"]) == row["output_tokens"] - 1
+        assert len(row["anchors"]) == len(row["acceptance_lengths"])
+    lengths = [
+        length
+        for row in table
+        if (row["prompt_set"], row["method"]) == ("held_out", "chain")
+        for length in row["acceptance_lengths"]
+    ]
+    assert done.results["tau"]["torch"]["held_out"]["chain"] == pytest.approx(sum(lengths) / len(lengths))
+    assert set(done.results["tau"]["torch"]["held_out"]) == {"chain", "tree_4", "tree_8", "prompt_lookup", "ngram"}
+
+
+def test_samples_show_which_tokens_were_drafted_and_accepted(judged: tuple[Road, Outputs, Outputs]) -> None:
+    road, _, _ = judged
+    shown = json.loads((road.root / "evaluate" / "step_7" / "samples.json").read_text())
+    table = pq.read_table(road.root / "evaluate" / "step_7" / "requests.parquet").to_pylist()
+    chains = {row["id"]: row for row in table if row["method"] == "chain"}
+    assert len(shown) == 4
+    for sample in shown:
+        row = chains[sample["id"]]
+        assert len(sample["output"]) == len(sample["origin"]) == row["output_tokens"]
+        assert [item["committed"] for item in sample["verifications"]] == row["acceptance_lengths"]
+        accepted = sum(item["accepted"] for item in sample["verifications"])
+        assert sample["origin"].count("draft") == accepted
+        assert sample["origin"][0] == "prefill"
+        assert sample["prompt"].endswith("assistant\n")
+
+
+def test_a_drafter_that_a_baseline_beats_is_flagged(road: Road) -> None:
+    model = target("dense")
+    ((output, _),) = model.generate([prompt_ids("held out one")], 20)
+    memorised = samples(["something"])
+    memorised[0]["input_ids"] = memorised[0]["input_ids"][: memorised[0]["prompt_length"]] + output
+    write_table(road.root / "train.parquet", SAMPLES, memorised)
+    road.references()
+    road.checkpoint(Drafter(drafter_config(4, 6), seed=3))
+    beaten = road.evaluate(road.inputs()).results["beaten_by"]
+    assert "ngram" in {entry["method"] for entry in beaten}
+    assert all(entry["tau"] > entry["drafter_tau"] for entry in beaten)
+
+
+def prompt_ids(text: str) -> list[int]:
+    """The tokens of a question under the byte tokenizer's template."""
+    return references.render(byte_tokenizer(), [{"role": "user", "content": text}], thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"taps": [1, 3]}, r"taps \[1, 2\], the evaluation is for \[1, 3\]"),
+        ({"block_size": 8}, "block size 4, the evaluation is for 8"),
+        ({"target": identity(DENSE).model_copy(update={"vocab_size": 300})}, "vocabulary size 260, .* for 300"),
+        ({"target": identity(DENSE).model_copy(update={"hidden_size": 64})}, "hidden size 32, .* for 64"),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_refused_naming_both_values(
+    road: Road, values: dict[str, Any], message: str
+) -> None:
+    road.checkpoint(Drafter(drafter_config(4, 6), seed=0))
+    with pytest.raises(PermanentError, match=message):
+        road.evaluate(road.inputs(), **values)
+
+
+def test_features_of_other_taps_or_tokens_are_refused(road: Road) -> None:
+    road.references()
+
+    def never() -> Any:
+        raise AssertionError
+
+    with pytest.raises(PermanentError, match=r"taps \[1, 2\], the evaluation asks for \[2, 1\]"):
+        FeatureReader(road.root / "references", [2, 1], "torch", never)
+    with pytest.raises(PermanentError, match="kernels torch, the evaluation asks for fla"):
+        FeatureReader(road.root / "references", TAPS, "fla", never)
+    reader = FeatureReader(road.root / "references", TAPS, "torch", never)
+    with pytest.raises(CorruptError, match="other tokens"):
+        reader.read(0, [1, 2, 3], "held_out/0")
+
+
+def test_an_empty_prompt_set_is_refused(road: Road) -> None:
+    road.dataset(TRAINED, [])
+    with pytest.raises(ConfigError, match=r"held_out: the prompt set is empty.*validation_share"):
+        road.references()
+
+
+def test_a_prompt_that_stands_twice_is_refused(road: Road) -> None:
+    prompt_set, files = road.prompts("twice", [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}])
+    with pytest.raises(ConfigError, match=r"twice: 1 prompts stand in it more than once"):
+        road.references(files=files, prompt_sets=[prompt_set])
+
+
+def test_evaluation_prompts_that_were_trained_on_are_refused_with_their_count(road: Road) -> None:
+    lines = [{"prompt": TRAINED[0]}, {"prompt": TRAINED[2]}, {"prompt": "fresh"}]
+    prompt_set, files = road.prompts("seen", lines)
+    with pytest.raises(PermanentError, match=r"2 of 3 in 'seen'.*dataset\.exclude"):
+        road.references(files=files, prompt_sets=[prompt_set])
+
+
+def test_a_trained_question_under_another_system_message_is_still_refused(road: Road) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TRAINED[1]}]
+    prompt_set, files = road.prompts("seen", [{"messages": messages}])
+    with pytest.raises(PermanentError, match="1 of 1 in 'seen'"):
+        road.references(files=files, prompt_sets=[prompt_set])
+
+
+def test_a_prompt_longer_than_the_context_is_refused(road: Road) -> None:
+    prompt_set, files = road.prompts("long", [{"prompt": "x" * 300}])
+    with pytest.raises(ConfigError, match=r"long: prompt \w{12} has \d+ tokens, the target's context 256"):
+        road.references(files=files, prompt_sets=[prompt_set])
+
+
+def test_a_prompt_near_the_context_is_continued_as_far_as_it_reaches(road: Road) -> None:
+    room = 256 - len(prompt_ids(""))
+    prompt_set, files = road.prompts("near", [{"prompt": "y" * (room - 5)}])
+    road.references(files=files, prompt_sets=[prompt_set])
+    (row,) = read_rows(road.root / "references" / "references.parquet", REFERENCES)
+    assert len(row["prompt_ids"]) + len(row["output_ids"]) <= 256
+    assert len(row["output_ids"]) <= 5
+
+
+def test_a_limit_takes_the_first_prompts(road: Road) -> None:
+    road.references(prompt_sets=[PromptSet(name="held_out", held_out=True, limit=1)])
+    rows = read_rows(road.root / "references" / "references.parquet", REFERENCES)
+    assert [json.loads(row["messages"])[0]["content"] for row in rows] == HELD_OUT[:1]
+
+
+def test_batches_of_one_give_the_same_continuations(road: Road) -> None:
+    road.references("together")
+    road.references("alone", placement={"batch_size": 1})
+    tables = [pq.read_table(road.root / name / "references.parquet") for name in ("together", "alone")]
+    assert tables[0].equals(tables[1])
+
+
+def test_evaluation_without_a_step_is_refused(road: Road) -> None:
+    with pytest.raises(PermanentError, match="no step"):
+        road.evaluate(replace(road.inputs(), step=None))
+
+
+def test_the_ends_of_a_saved_target_are_those_of_the_whole(tmp_path: Path) -> None:
+    model = target("dense")
+    model.model.save_pretrained(tmp_path)
+    ends = load_ends(tmp_path, "float32", "cpu")
+    ids = torch.tensor([[1, 2, 259]])
+    assert torch.equal(ends.embed(ids), model.embed(ids))
+    assert torch.equal(ends.head(ends.embed(ids)), model.lm_head(model.embed(ids)))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CorruptError, match="no tensor called"):
+        load_ends(tmp_path, "float32", "cpu")
+
+
+def test_text_pieces_join_to_the_decoded_text_with_characters_of_several_tokens() -> None:
+    ids = list("naïve 日本 🙂!".encode())
+    pieces = text_pieces(byte_tokenizer(), ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == "naïve 日本 🙂!"
+    assert text_pieces(byte_tokenizer(), ids[:-2])[-1] == "\N{REPLACEMENT CHARACTER}"
