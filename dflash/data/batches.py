@@ -8,13 +8,8 @@ their boundaries. Nothing here depends on ranks or on arrival order: batch i of 
 says.
 
 The generator is counter-based (Philox keyed by dataset, seed and epoch), used for raw bits only, whose values numpy
-<<<<<<< HEAD
-guarantees for ever; the order is a stable sort of them. Costs, at 1.1 M samples on one core: 1 s an epoch, 18 MB, then
-under 1 ms a step. No torch: the trainer converts.
-=======
 guarantees for ever; the order is a stable sort of them. Costs, at 1.1 M samples on one core: 1 s an epoch, 18 MB,
 then under 1 ms a step. No torch: the trainer converts.
->>>>>>> data
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from dflash.data.completions_params import CompletionsParams
 from dflash.data.ledger import write_ledger
 from dflash.data.schemas import COMPLETIONS, PROMPTS
 from dflash.data.tables import ROW_GROUP, TableWriter, read_rows, table_bytes
+from dflash.model.identity import target_source
 from dflash.model.target import load_target
 
 GENERATION_BATCH = 64
@@ -253,9 +254,7 @@ def run(params: CompletionsParams, inputs: Inputs, workdir: Path, host_context: 
             little memory.
     """
     prompts = read_rows(inputs.one("prompts").directory / "prompts.parquet", PROMPTS)
-    source = params.target.random.model_dump() if params.target.random else inputs.target_path
-    if source is None:
-        raise PermanentError("the target's directory was not handed to the stage", remedy="Run `dflash run` again.")
+    source = target_source(params.target, inputs.target_path)
     target = load_target(source, params.dtype, host_context.device, kernels=params.kernels)
     requests, ledger = requests_of(prompts, target.tokenizer, params)
     if not requests:

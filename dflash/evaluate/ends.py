@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dflash.base.errors import CorruptError, PermanentError
+from dflash.base.errors import CorruptError
 from dflash.model.drafter import HiddenToLogits, TokensToHidden
 from dflash.model.target import DTYPES, random_target
-from dflash.model.target_params import TargetIdentity
 
 EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "embed_tokens.weight")
 HEADS = ("lm_head.weight",)
@@ -28,23 +27,6 @@ class Ends:
 
     embed: TokensToHidden
     head: HiddenToLogits
-
-
-def target_source(identity: TargetIdentity, path: Path | None) -> Path | Mapping[str, Any]:
-    """What `load_target` and `load_tokenizer` take: the directory, or the spec of a random target.
-
-    Raises:
-        PermanentError: the target is a directory and the host has none for it.
-    """
-    if identity.random is not None:
-        return identity.random.model_dump()
-    if path is None:
-        raise PermanentError(
-            "the target's directory was not handed to the stage",
-            where="target",
-            remedy="Give `target.path` on this host.",
-        )
-    return path
 
 
 def load_ends(source: Path | Mapping[str, Any], dtype: str, device: str) -> Ends:

@@ -33,12 +33,13 @@ from dflash.data.tables import read_pieces, read_rows, write_table
 from dflash.evaluate import metrics
 from dflash.evaluate.acceptance import Continuation, Drafts, Walk, draft_continuation, length_limit
 from dflash.evaluate.baselines import NGram, walk_ngram, walk_prompt_lookup
-from dflash.evaluate.ends import Ends, load_ends, target_source
+from dflash.evaluate.ends import Ends, load_ends
 from dflash.evaluate.evaluate_params import EvaluateParams
 from dflash.evaluate.features import FeatureReader
 from dflash.evaluate.samples import sample
 from dflash.model.drafter import Drafter
 from dflash.model.export import load_drafter
+from dflash.model.identity import target_source
 from dflash.model.target import DTYPES, Target, load_target, load_tokenizer
 
 OWN_DRAFTER = "trained"

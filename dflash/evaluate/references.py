@@ -34,9 +34,9 @@ from dflash.data.prompts_params import PromptsParams
 from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import read_pieces, write_table
 from dflash.evaluate.acceptance import length_limit
-from dflash.evaluate.ends import target_source
 from dflash.evaluate.features import FeatureWriter, compute_features
 from dflash.evaluate.references_params import PromptSet, ReferencesParams
+from dflash.model.identity import target_source
 from dflash.model.target import DTYPES, Target, load_target
 
 

@@ -7,10 +7,12 @@ takes a minute or two from a fast disk); later ones are remembered by inode, siz
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dflash.base.canonical import digest
-from dflash.base.errors import ConfigError
+from dflash.base.errors import ConfigError, PermanentError
 from dflash.base.files import DigestCache
+from dflash.model.target_params import TargetIdentity
 
 # Beside *.safetensors: everything that decides which tokens go in, which come out, and where generation stops.
 SMALL_FILES = (
@@ -55,3 +57,25 @@ def target_digest(directory: str | Path, cache: DigestCache | None = None) -> st
     listing = [[path.name, known.sha256(path)] for path in target_files(directory)]
     known.save()
     return digest(listing)
+
+
+def target_source(identity: TargetIdentity, path: Path | None) -> Path | dict[str, Any]:
+    """What `load_target` and `load_tokenizer` take: the directory, checked against its digest, or a random target's spec.
+
+    Raises:
+        PermanentError: the target is a directory and this host has none for it, or one of another digest.
+    """
+    if identity.random is not None:
+        return identity.random.fields_of_type()
+    if path is None:
+        raise PermanentError(
+            "the target's directory was not handed to the stage", remedy="Give `target.path` on this host."
+        )
+    found = target_digest(path)
+    if found != identity.digest:
+        raise PermanentError(
+            f"the target has digest {found}, the recorded one is {identity.digest}",
+            where=str(path),
+            remedy="Fetch the recorded weights, or give this target a key of its own.",
+        )
+    return path

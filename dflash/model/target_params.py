@@ -6,7 +6,7 @@ nothing to import (no torch).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -33,6 +33,18 @@ class RandomTarget(Params):
     head_dim: int = Field(16, ge=4)
     rope_theta: float = Field(10000.0, gt=0)
     max_position_embeddings: int = Field(4096, ge=16, description="longest context, tokens")
+    full_attention_interval: int = Field(4, ge=1, description="hybrid: every so many layers one of full attention")
+    linear_num_key_heads: int = Field(2, ge=1, description="hybrid: heads of the linear layers")
+    linear_num_value_heads: int = Field(2, ge=1, description="hybrid: heads of the linear layers")
+    linear_key_head_dim: int = Field(8, ge=4, description="hybrid: width of a linear head")
+    linear_value_head_dim: int = Field(8, ge=4, description="hybrid: width of a linear head")
+
+    def fields_of_type(self) -> dict[str, Any]:
+        """What `random_target` takes: the fields that this model type has."""
+        hybrid_only = {"full_attention_interval"} | {
+            name for name in type(self).model_fields if name.startswith("linear_")
+        }
+        return self.model_dump(mode="json", exclude=hybrid_only if self.model_type == "qwen3" else set())
 
 
 class TargetSection(Params):

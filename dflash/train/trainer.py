@@ -39,7 +39,7 @@ from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_s
 from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease
 from dflash.model.drafter import Drafter, DrafterConfig
-from dflash.model.identity import target_digest
+from dflash.model.identity import target_source
 from dflash.model.taps import default_taps
 from dflash.model.target import Target, check_features, load_target
 from dflash.train import checkpoint, schedule
@@ -139,19 +139,7 @@ def load_checked_target(params: TrainParams, path: Path | None, device: str) -> 
         PermanentError: it is not there, has another digest, other sizes, or other kernels are bound.
     """
     identity = params.target
-    if identity.random is not None:
-        source: Any = identity.random.model_dump(mode="json")
-    elif path is None:
-        raise PermanentError("this host has no path for the target", remedy="Give target_path in the placement.")
-    else:
-        found = target_digest(path)
-        if found != identity.digest:
-            raise PermanentError(
-                f"the target has digest {found}, the recorded one is {identity.digest}",
-                where=str(path),
-                remedy="Fetch the recorded weights, or train under a new key.",
-            )
-        source = path
+    source = target_source(identity, path)
     target = load_target(source, params.dtype, device, kernels=params.kernels)
     facts = target.facts
     for name, found_size, wanted in (
