@@ -27,7 +27,7 @@ lint: $(VENV)/ready-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/ready-dev
-	$(BIN)/python -m tests.bench
+	$(BIN)/python tests/bench
 
 fmt: $(VENV)/ready-dev
 	$(BIN)/ruff check --fix dflash tests config
