@@ -32,6 +32,7 @@ from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.files import write_atomically
 from dflash.base.records import LedgerLine
 from dflash.base.stage import HostContext, Inputs, Outputs
+from dflash.data.chat import render
 from dflash.data.completions_params import CompletionsParams
 from dflash.data.ledger import write_ledger
 from dflash.data.schemas import COMPLETIONS, PROMPTS
@@ -78,18 +79,6 @@ class Request:
 def sample_seed(seed: int, sample_id: str) -> int:
     """The seed of one sample, 63 bits: the same whatever batch it is in."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{sample_id}".encode()).digest()[:8], "big") >> 1
-
-
-def render(tokenizer: Any, messages: list[dict[str, str]], *, thinking: bool) -> list[int]:
-    """Token ids of a prompt, up to where the assistant begins to write.
-
-    Raises:
-        jinja2.TemplateError: the target's template refuses the messages.
-    """
-    rendered = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, enable_thinking=thinking, tokenize=True, return_dict=False
-    )
-    return [int(token) for token in rendered]
 
 
 def requests_of(

@@ -48,11 +48,6 @@ class Continuation:
         return self.output[index + 1 :]
 
 
-def length_limit(max_new_tokens: int, longest: int, prompt_length: int) -> int:
-    """Most tokens that may follow a prompt: `max_new_tokens`, or what the target's context of `longest` tokens leaves."""
-    return min(max_new_tokens, longest - prompt_length)
-
-
 @dataclass(frozen=True)
 class Walk:
     """The verifications of one continuation.

@@ -28,10 +28,11 @@ from dflash.base.errors import PermanentError
 from dflash.base.files import write_json
 from dflash.base.records import Counts
 from dflash.base.stage import HostContext, Inputs, Outputs, Upstream
+from dflash.data.chat import length_limit
 from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import read_pieces, read_rows, write_table
 from dflash.evaluate import metrics
-from dflash.evaluate.acceptance import Continuation, Drafts, Walk, draft_continuation, length_limit
+from dflash.evaluate.acceptance import Continuation, Drafts, Walk, draft_continuation
 from dflash.evaluate.baselines import NGram, walk_ngram, walk_prompt_lookup
 from dflash.evaluate.ends import Ends, load_ends
 from dflash.evaluate.evaluate_params import EvaluateParams

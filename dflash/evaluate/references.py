@@ -28,12 +28,11 @@ from dflash.base.canonical import canonical_json
 from dflash.base.errors import ConfigError, PermanentError
 from dflash.base.records import Counts
 from dflash.base.stage import HostContext, Inputs, Outputs
-from dflash.data.completions import render
+from dflash.data.chat import length_limit, render
 from dflash.data.prompts import Message, external_file, messages_id, question_id, read_prompts
 from dflash.data.prompts_params import PromptsParams
 from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import read_pieces, write_table
-from dflash.evaluate.acceptance import length_limit
 from dflash.evaluate.features import FeatureWriter, compute_features
 from dflash.evaluate.references_params import PromptSet, ReferencesParams
 from dflash.model.identity import target_source

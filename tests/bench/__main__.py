@@ -88,7 +88,11 @@ def main() -> None:
         line("snakemake -n of 1,000 checkpoints over 3", timed([*snakemake, "-n", "--quiet"], large, 3), few)
         subprocess.run([*dflash, "run"], cwd=small, env=ENVIRONMENT, check=True, capture_output=True)
         nothing = timed(snakemake, small, 5)
-        line("dflash run with nothing to do over snakemake with nothing to do", timed([*dflash, "run"], small, 5), nothing)
+        line(
+            "dflash run with nothing to do over snakemake with nothing to do",
+            timed([*dflash, "run"], small, 5),
+            nothing,
+        )
 
 
 if __name__ == "__main__":

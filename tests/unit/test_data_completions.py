@@ -24,7 +24,8 @@ from data_road import (
 from dflash.base.errors import PermanentError
 from dflash.base.stage import Inputs
 from dflash.data import completions
-from dflash.data.completions import GENERATION_BATCH, generation_batches, render, requests_of, sample_seed
+from dflash.data.chat import render
+from dflash.data.completions import GENERATION_BATCH, generation_batches, requests_of, sample_seed
 from dflash.data.prompts import messages_id
 from dflash.data.schemas import COMPLETIONS, PROMPTS
 from dflash.data.tables import read_rows

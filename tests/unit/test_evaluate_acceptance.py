@@ -10,7 +10,8 @@ import torch
 from evaluate_samples import TAPS, Example, continue_prompt, decode, drafter_config, half_trained, target, train
 
 from dflash.base.errors import PermanentError
-from dflash.evaluate.acceptance import Continuation, Drafts, draft_continuation, length_limit, matched_prefix, walk
+from dflash.data.chat import length_limit
+from dflash.evaluate.acceptance import Continuation, Drafts, draft_continuation, matched_prefix, walk
 from dflash.model.drafter import Drafter
 
 KINDS = ("dense", "hybrid")
