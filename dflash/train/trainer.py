@@ -32,7 +32,7 @@ from dflash.base.environment import collect, store_environment
 from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError
 from dflash.base.files import locked, write_json
 from dflash.base.progress import Progress
-from dflash.base.records import Failure, Lineage, MetricsLine, now
+from dflash.base.records import Failure, Lineage, MetricsLine, Receipt, now
 from dflash.base.stage import HostContext, Inputs, Outputs
 from dflash.base.store import load_inputs, read_params
 from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_samples
@@ -425,7 +425,7 @@ class Trainer:
         found = {
             name: {
                 "key": upstream.params.key,
-                "digest": receipt.content_digest() if (receipt := receipts[name]) else None,
+                "digest": _content(receipt) if (receipt := receipts[name]) else None,
                 "counts": receipt.counts.model_dump(mode="json") if receipt else {},
                 "results": receipt.results if receipt else {},
             }
@@ -610,6 +610,11 @@ class Trainer:
             attempt=self.context.attempt, step=self.step, lease_pid=pid, lease_start=start, alert=self.alert
         )
         schedule.write_status(self.directory, status)
+
+
+def _content(receipt: Receipt) -> str:
+    """The digest of a result's content: the stage's own where it gives one (it outlives a new file format)."""
+    return str(receipt.results.get("digest", receipt.content_digest()))
 
 
 def memory_bytes() -> dict[str, int]:
