@@ -183,7 +183,9 @@ def again(training: Training, root: Path) -> Training:
     import shutil
 
     store = root / "store"
-    shutil.copytree(training.store, store, ignore=shutil.ignore_patterns("step_*", "*.jsonl", "schedule.*", "status.json"))
+    shutil.copytree(
+        training.store, store, ignore=shutil.ignore_patterns("step_*", "*.jsonl", "schedule.*", "status.json")
+    )
     moved = store / training.directory.relative_to(training.store)
     return replace(training, store=store, directory=moved)
 

@@ -88,7 +88,9 @@ def test_looking_never_makes_an_acquire_fail(tmp_path: Path) -> None:
             watcher.join()
 
 
-def test_a_deleted_lease_file_does_not_give_two_holders_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_lease_file_does_not_give_two_holders_one_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "lease.json"
     real = lease._open
 

@@ -90,6 +90,11 @@ def test_a_training_that_continues_a_state_counts_on_from_there() -> None:
     parent = {"key": "0123456789ab", "step": 20, "what": "state"}
     values = {"target": identity(), **DRAFTER, "checkpoint_every": 10, "continue_from": parent}
     assert TrainParams.model_validate(values).steps() == [30, 40]
-    assert TrainParams.model_validate({**values, "continue_from": {**parent, "what": "weights"}}).steps() == [10, 20, 30, 40]
+    assert TrainParams.model_validate({**values, "continue_from": {**parent, "what": "weights"}}).steps() == [
+        10,
+        20,
+        30,
+        40,
+    ]
     with pytest.raises(ValueError, match="training ends at step 20"):
         TrainParams.model_validate({**values, "stop_at": 20})

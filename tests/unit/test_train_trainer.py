@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -70,7 +71,9 @@ def test_k_steps_and_a_resume_equal_an_undisturbed_training_bit_for_bit(
     assert resumed.batch_ids() == undisturbed.batch_ids()
 
 
-def test_a_resume_at_the_epoch_boundary_begins_the_next_epoch_and_skips_nothing(undisturbed: Training, tmp_path: Path) -> None:
+def test_a_resume_at_the_epoch_boundary_begins_the_next_epoch_and_skips_nothing(
+    undisturbed: Training, tmp_path: Path
+) -> None:
     plan_epochs = 4 / math.gcd(4, 3)  # step 4 ends the third epoch exactly
     assert plan_epochs == 4
     resumed = again(undisturbed, tmp_path)
@@ -146,10 +149,10 @@ def test_chunking_is_placement_and_changes_nothing_but_rounding(tmp_path: Path) 
 
 
 def test_training_teaches(tmp_path: Path) -> None:
-    training = make_training(tmp_path, lr=2e-2, schedule_steps=60)
-    training.run(60)
+    training = make_training(tmp_path, lr=2e-2, schedule_steps=30)
+    training.run(30)
     losses = [line.loss for line in last_attempts(training.directory / "metrics.jsonl")]
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[-1] < 0.85 * losses[0]
 
 
 def test_the_learning_rate_warms_up_and_follows_the_cosine_to_its_floor(tmp_path: Path) -> None:
@@ -157,8 +160,36 @@ def test_the_learning_rate_warms_up_and_follows_the_cosine_to_its_floor(tmp_path
     rates = [learning_rate(params, step) for step in range(1, 15)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert rates[9] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert all(later < earlier for earlier, later in zip(rates[4:], rates[5:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[4:]))
     assert learning_rate(params, 15) == pytest.approx(0.1)
+
+
+def test_a_gradient_longer_than_clip_is_cut_to_it_and_a_shorter_one_is_left(tmp_path: Path) -> None:
+    learner, samples = learner_of(make_training(tmp_path, clip=0.25))
+    for scale, wanted in ((1.0, 0.25), (0.01, None)):
+        learner.clear_gradients()
+        sums = StepSums()
+        learner.add(batch_of([0, 1], samples), samples, sums)
+        for master in learner.masters.values():
+            assert master.grad is not None
+            master.grad.mul_(scale)
+        norm = learner.gradient_norm(sums.weight)
+        learner.update(norm, 1)
+        after = float(torch.nn.utils.get_total_norm([master.grad for master in learner.masters.values()]))
+        assert after == pytest.approx(wanted or norm, rel=1e-4)
+
+
+def test_anchors_are_drawn_anew_in_each_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs = []
+    real = trainer.batch_anchors
+
+    def record(*arguments: Any, epoch: int, **named: Any) -> Any:
+        epochs.append(epoch)
+        return real(*arguments, epoch=epoch, **named)
+
+    monkeypatch.setattr(trainer, "batch_anchors", record)
+    make_training(tmp_path).run(5)
+    assert epochs == [0] * 4 + [1] * 4 + [2] * 2
 
 
 # ---------------------------------------------------------------- what a checkpoint says
@@ -365,11 +396,18 @@ def test_only_the_newest_states_stay_and_a_tombstone_marks_the_others(tmp_path: 
     training.run(1, 2, 3, 4, keep_states=2)
     assert schedule.existing_steps(training.directory) == [1, 2, 3, 4]
     assert schedule.resumable_steps(training.directory) == [3, 4]
-    assert [(training.directory / f"step_{n}" / "state.pruned").exists() for n in (1, 2, 3, 4)] == [True, True, False, False]
+    assert [(training.directory / f"step_{n}" / "state.pruned").exists() for n in (1, 2, 3, 4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     checkpoint.verified_manifest(training.directory, 1, training.directory.name)
 
 
-def test_a_kill_while_a_state_is_deleted_leaves_nothing_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_a_state_is_deleted_leaves_nothing_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = make_training(tmp_path)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)  # killed after the renaming
     training.run(1, 2, keep_states=1)
@@ -378,6 +416,25 @@ def test_a_kill_while_a_state_is_deleted_leaves_nothing_that_loads(tmp_path: Pat
     assert schedule.resumable_steps(training.directory) == [2]
     training.run(3, attempt=2)
     assert not (training.directory / "step_1" / ".state.pruning").exists()
+
+
+@pytest.mark.parametrize("place", ["save_drafter", "write_state", "tensor_facts", "fsync_directory"])
+def test_a_kill_while_a_checkpoint_is_written_leaves_nothing_that_could_be_taken_for_one(
+    undisturbed: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    training = again(undisturbed, tmp_path)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise SystemExit("killed")
+
+    monkeypatch.setattr(checkpoint, place, killed)
+    with pytest.raises(SystemExit):
+        training.run(2)
+    monkeypatch.undo()
+    assert list(training.directory.glob("step_*")) == []
+    training.run(2, 6, attempt=2)
+    assert list(training.directory.glob(".step_*")) == []
+    assert same(undisturbed, training, 6)
 
 
 def test_a_damaged_state_is_named_and_the_one_before_it_is_used(
@@ -446,7 +503,11 @@ def test_a_continued_state_goes_on_as_if_it_had_never_stopped(parent: Training, 
     assert list(attempts_by_step(child)) == [5, 6]
     lineage = CheckpointManifest.read(child.directory / "step_6" / "manifest.json").lineage
     assert lineage.parent is not None
-    assert (lineage.parent["key"], lineage.parent["step"], lineage.parent["what"]) == (parent.directory.name, 4, "state")
+    assert (lineage.parent["key"], lineage.parent["step"], lineage.parent["what"]) == (
+        parent.directory.name,
+        4,
+        "state",
+    )
 
 
 def test_continued_weights_begin_a_schedule_of_their_own(parent: Training, tmp_path: Path) -> None:
