@@ -150,6 +150,17 @@ def test_padding_on_the_right_does_not_reach_a_block(scene: Scene) -> None:
     assert bool(padded.isfinite().all())
 
 
+def test_padding_on_the_left_with_positions_does_not_reach_a_block(scene: Scene) -> None:
+    padding = torch.full((2, 3, 64), 99.0)
+    options = {
+        "ids": torch.cat([torch.zeros(2, 3, dtype=torch.long), scene.ids], dim=1),
+        "attention_mask": torch.tensor([[0] * 3 + [1] * LENGTH] * 2),
+        "position_ids": (torch.arange(LENGTH + 3) - 3).clamp(min=0).expand(2, -1),
+    }
+    padded = scene.draft(torch.cat([padding, scene.features], dim=1), scene.anchors + 3, **options)
+    assert close(padded, scene.draft())
+
+
 def test_left_padding_without_positions_is_refused(scene: Scene) -> None:
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :3] = 0
