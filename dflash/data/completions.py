@@ -149,7 +149,7 @@ class Shards:
 
     def path(self, batch: Sequence[Request]) -> Path | None:
         """Where a batch is kept; None when there is no folder."""
-        name = short_digest([[request.id, request.prompt_ids, request.seed] for request in batch])
+        name = short_digest([[request.id, request.source, request.prompt_ids] for request in batch])
         return None if self.folder is None else self.folder / f"shard-{self.work}-{name}.parquet"
 
     def load(self, batch: Sequence[Request]) -> list[dict[str, Any]] | None:
@@ -161,9 +161,8 @@ class Shards:
             rows = read_rows(path, COMPLETIONS)
         except CorruptError:
             return None
-        return (
-            rows if [(row["id"], row["prompt_ids"]) for row in rows] == [(r.id, r.prompt_ids) for r in batch] else None
-        )
+        kept = [(row["id"], row["source"], row["prompt_ids"]) for row in rows]
+        return rows if kept == [(request.id, request.source, request.prompt_ids) for request in batch] else None
 
     def save(self, batch: Sequence[Request], rows: list[dict[str, Any]]) -> None:
         """Keeps a finished batch, atomically."""

@@ -1,6 +1,6 @@
 """The ledger: one line for every input of a stage, so that what went in equals what came out plus what did not, with reasons.
 
-Costs 3 microseconds and 100 bytes a line.
+Costs 12 microseconds and 110 bytes a line.
 """
 
 from __future__ import annotations

@@ -27,6 +27,10 @@ TINY = RandomTarget(hidden_size=16, intermediate_size=16, num_hidden_layers=2, h
 HYBRID = RandomTarget(model_type="qwen3_5_text", hidden_size=16, intermediate_size=16, num_hidden_layers=4, head_dim=8)
 
 
+ENDS = [257, *range(0, 256, 10)]
+"""So many tokens end a completion that a random target stops now and then."""
+
+
 def context(**placement: Any) -> HostContext:
     """A quiet host."""
     return HostContext(placement=placement, progress=Progress(quiet=True))
@@ -43,7 +47,7 @@ def identity(random: RandomTarget = TINY) -> TargetIdentity:
         vocab_size=random.vocab_size,
         hybrid=random.model_type != "qwen3",
         max_position_embeddings=random.max_position_embeddings,
-        eos_token_ids=[257],
+        eos_token_ids=ENDS,
         pad_token_id=256,
         mask_token_id=259,
     )
