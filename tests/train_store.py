@@ -34,15 +34,15 @@ DRAFTER = {"block_size": 4, "num_draft_layers": 2, "head_dim": 8, "target_layer_
 DRAFTER |= {"lr": 3e-3, "schedule_steps": 40, "warmup": 2, "seed": 3}
 
 
-def identity() -> TargetIdentity:
-    """How the plan names the tiny target."""
-    sizes = {"num_layers": TINY.num_hidden_layers, "hidden_size": TINY.hidden_size, "vocab_size": TINY.vocab_size}
+def identity(tiny: RandomTarget = TINY) -> TargetIdentity:
+    """How the plan names a tiny target."""
+    sizes = {"num_layers": tiny.num_hidden_layers, "hidden_size": tiny.hidden_size, "vocab_size": tiny.vocab_size}
     return TargetIdentity(
         digest=None,
         revision=None,
-        random=TINY,
-        hybrid=False,
-        max_position_embeddings=TINY.max_position_embeddings,
+        random=tiny,
+        hybrid=tiny.model_type != "qwen3",
+        max_position_embeddings=tiny.max_position_embeddings,
         eos_token_ids=[257],
         pad_token_id=256,
         mask_token_id=259,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,17 @@ def test_stopping_twice_keeps_the_first_marker_unless_it_is_to_be_finished(train
 
 
 def test_stop_signals_no_process_but_a_launcher(training: Training) -> None:
-    # This process holds the lease and would die of the signal; a pid in a file may have become anybody's.
+    # This process holds the lease and is no launcher; a pid in a file may have become anybody's.
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     held = acquire([schedule.lease_path(training.directory)], new_record("training", training.directory.name, "demo"))
-    with pytest.raises(TransientError, match=f"pid {os.getpid()}"):
-        launch.stop(training.directory, "demo", timeout=0.2, poll=0.02)
-    held.release()
+    try:
+        with pytest.raises(TransientError, match=f"pid {os.getpid()}"):
+            launch.stop(training.directory, "demo", timeout=0.2, poll=0.02)
+    finally:
+        held.release()
+        signal.signal(signal.SIGTERM, before)
+    assert received == []
     assert StopMarker.read(training.directory / "stop.json").run == "demo"
 
 

@@ -96,6 +96,18 @@ def test_every_precision_and_optimizer_resumes_bit_for_bit(tmp_path: Path, chang
     assert masters == {"torch.float64" if changed.get("dtype") == "float64" else "torch.float32"}
 
 
+def test_a_hybrid_target_and_sliding_layers_train_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    hybrid = TINY.model_copy(update={"model_type": "qwen3_5_text"})
+    sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    whole = make_training(tmp_path / "whole", target=identity(hybrid), **sliding)
+    assert whole.run(3).kernels["linear"] == "torch"
+    resumed = again(whole, tmp_path / "resumed")
+    resumed.run(2)
+    resumed.run(3, attempt=2)
+    assert attempts_by_step(resumed)[3] == [2]
+    assert same(whole, resumed, 3)
+
+
 def learner_of(training: Training, **placed: Any) -> tuple[Learner, Samples]:
     params = training.params(**placed)
     config = trainer.drafter_config(params)
