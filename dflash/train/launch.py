@@ -79,7 +79,7 @@ def ensure_alive(
         refuse_stopped(directory)
     schedule.merge_steps(directory, wanted)
     ahead = {step for step in missing if step > schedule.passed(directory)}
-    if not ahead or lease.holder(schedule.lease_path(directory)) is not None:
+    if not ahead or _at_work(directory):
         return
     _refuse_known_failure(directory, invocation_id(invocation))
     _start_launcher(directory, store, placement, run, invocation_id(invocation))
@@ -160,6 +160,19 @@ def refuse_stopped(directory: Path) -> None:
 
 
 # ---------------------------------------------------------------- their parts
+
+
+def _at_work(directory: Path) -> bool:
+    """Whether a trainer holds the lease that will read the schedule again. Waits for one that is just ending."""
+    deadline = time.monotonic() + LAUNCH_TIMEOUT
+    while (holder := lease.holder(schedule.lease_path(directory))) is not None:
+        status = schedule.read_status(directory)
+        if status is None or not status.belongs_to(holder) or not status.ending:
+            return True
+        if time.monotonic() >= deadline:
+            raise TransientError(f"a trainer (pid {holder.pid}) is ending and does not end", where=str(directory))
+        time.sleep(POLL / 4)
+    return False
 
 
 def _leave_marker(directory: Path, run: str, finish: bool) -> StopMarker:
@@ -351,7 +364,11 @@ class _Launcher:
         paths = {schedule.lease_path(self.directory): f"training {self.params.key}"}
         paths |= lease.gpu_leases(self.placement.device)
         held = lease.acquire(paths, lease.new_record(f"training {self.params.key}", self.params.key, self.run))
-        refuse_stopped(self.directory)
+        try:
+            refuse_stopped(self.directory)
+        except DflashError:
+            held.release()  # before anybody is told: who comes next must find it free
+            raise
         (self.directory / "failure.json").unlink(missing_ok=True)
         return held
 

@@ -12,9 +12,12 @@ what cannot come. Costs a few small files a look; no torch.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+
+from pydantic import Field
 
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.files import locked
@@ -22,6 +25,8 @@ from dflash.base.records import LeaseRecord, Record
 from dflash.base.store import checkpoint_directory
 from dflash.hosts import lease
 
+STATUS_BYTES = 1024
+"""Size of `status.json`, whatever it says."""
 _STEP = re.compile(r"step_([1-9][0-9]*)")
 
 
@@ -32,16 +37,18 @@ class Schedule(Record):
 
 
 class Status(Record):
-    """`status.json`: the last completed step of an attempt. It counts only while the lease it names is held.
+    """`status.json`: the last completed step of an attempt, in at most 1 kB. It counts only while the lease it names is held.
 
     alert: what a person should know (a checkpoint skipped because the disk is full); empty when nothing.
+    ending: the trainer has looked at the schedule for the last time and will let go of the lease.
     """
 
     attempt: int
     step: int
     lease_pid: int
     lease_start: str
-    alert: str = ""
+    alert: str = Field("", max_length=300)
+    ending: bool = False
 
     def belongs_to(self, holder: LeaseRecord) -> bool:
         """Whether the holder of the lease is the one this status speaks of."""
@@ -146,13 +153,18 @@ def read_status(directory: Path) -> Status | None:
 
 
 def write_status(directory: Path, status: Status) -> bool:
-    """Replaces `status.json`; without fsync, for it is worth nothing after a power cut. False when it cannot be written."""
-    temporary = directory / ".status.tmp"
+    """Overwrites `status.json` in place; False when it cannot be written.
+
+    In place, padded to one size and in one write: that needs no space on a full disk, no flush and no rename, and a reader
+    sees the old text or the new. It is worth nothing after a power cut, so nothing is synced.
+    """
+    content = status.model_dump_json().encode().ljust(STATUS_BYTES)
     try:
-        temporary.write_text(status.model_dump_json())
-        temporary.replace(directory / "status.json")
+        descriptor = os.open(directory / "status.json", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.pwrite(descriptor, content, 0)
+        finally:
+            os.close(descriptor)
     except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         return False
     return True

@@ -50,13 +50,16 @@ class Metrics:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cuts a last line that does not end, as a kill in mid-write leaves it."""
+    """Cuts a last line that does not end, as a kill in mid-write leaves it. Reads the last megabyte at most."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as stream:
+            start = max(0, stream.seek(0, os.SEEK_END) - (1 << 20))
+            stream.seek(start)
+            tail = stream.read()
     except FileNotFoundError:
         return
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    if tail and not tail.endswith(b"\n"):
+        os.truncate(path, start + tail.rfind(b"\n") + 1)
 
 
 def alert(text: str) -> None:

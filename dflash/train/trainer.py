@@ -32,7 +32,7 @@ from dflash.base.environment import collect, store_environment
 from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError
 from dflash.base.files import locked, write_json
 from dflash.base.progress import Progress
-from dflash.base.records import Failure, Lineage, MetricsLine, now
+from dflash.base.records import Failure, Lineage, MetricsLine, Receipt, now
 from dflash.base.stage import HostContext, Inputs, Outputs
 from dflash.base.store import load_inputs, read_params
 from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_samples
@@ -413,7 +413,7 @@ class Trainer:
         found = {
             name: {
                 "key": upstream.params.key,
-                "digest": receipt.content_digest() if (receipt := receipts[name]) else None,
+                "digest": _content(receipt) if (receipt := receipts[name]) else None,
                 "counts": receipt.counts.model_dump(mode="json") if receipt else {},
                 "results": receipt.results if receipt else {},
             }
@@ -468,7 +468,7 @@ class Trainer:
             PermanentError: too many non-finite steps in a row, or the last step could not be saved.
         """
         progress = self.context.progress
-        while not self.ending.is_set() and self.step < max(self.scheduled(), default=0):
+        while self._more_to_do():
             line = self.one_step(self.step)
             self.step += 1
             self.metrics.write(line)
@@ -483,6 +483,15 @@ class Trainer:
             and not schedule.exists(self.directory, self.step)
         ):
             raise PermanentError(self.alert, where=str(self.directory), remedy="Free some space and run again.")
+
+    def _more_to_do(self) -> bool:
+        # Under the lock of the schedule: whoever adds a step either comes before and is served, or comes after and reads
+        # that this trainer is ending.
+        with locked(schedule.schedule_lock(self.directory)):
+            more = not self.ending.is_set() and self.step < max(self.scheduled(), default=0)
+            if not more:
+                self._tell_status(ending=True)
+        return more
 
     def one_step(self, index: int) -> MetricsLine:
         """Trains on the batches of step `index` (from 0) and returns its line of metrics."""
@@ -552,7 +561,8 @@ class Trainer:
                 self._tell_status()
         if due:
             self._save()
-            self._tell_status()
+            with locked(schedule.schedule_lock(self.directory)):
+                self._tell_status()
 
     def _save(self) -> None:
         state = checkpoint.State(
@@ -592,12 +602,22 @@ class Trainer:
         ]
         return Lineage(parent=self.parent, attempts=attempts or self.history, code=codes)
 
-    def _tell_status(self) -> None:
+    def _tell_status(self, *, ending: bool = False) -> None:
         pid, start = self.lease
         status = schedule.Status(
-            attempt=self.context.attempt, step=self.step, lease_pid=pid, lease_start=start, alert=self.alert
+            attempt=self.context.attempt,
+            step=self.step,
+            lease_pid=pid,
+            lease_start=start,
+            alert=self.alert,
+            ending=ending,
         )
         schedule.write_status(self.directory, status)
+
+
+def _content(receipt: Receipt) -> str:
+    """The digest of a result's content: the stage's own where it gives one (it outlives a new file format)."""
+    return str(receipt.results.get("digest", receipt.content_digest()))
 
 
 def memory_bytes() -> dict[str, int]:
