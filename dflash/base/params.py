@@ -65,7 +65,11 @@ class Params(BaseModel):
 
 
 def _accepts_bool(annotation: Any) -> bool:
-    return annotation in (bool, Any) or any(_accepts_bool(part) for part in get_args(annotation))
+    return (
+        annotation in (bool, Any)
+        or any(_accepts_bool(part) for part in get_args(annotation))
+        or True in get_args(annotation)
+    )
 
 
 def field_role(field: FieldInfo) -> Role:

@@ -29,6 +29,7 @@ INERT: dict[str, str] = {
     "dflash.base.store": "finds files; does not make them",
     "dflash.hosts.lease": "who may use a GPU, and when",
     "dflash.ship.artifact": "digests files that are already written",
+    "dflash.train.attempts": "records when and how trainers were started",
     "dflash.train.launch": "starts, watches and stops the trainer",
     "dflash.train.schedule": "which steps are saved: placement",
     "dflash.train.telemetry": "writes down how fast training goes",

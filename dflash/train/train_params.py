@@ -21,11 +21,11 @@ class ContinueFrom(Params):
 
 
 class Topology(Params):
-    """`train.topology:` how many ranks play each role."""
+    """`train.topology:` how many ranks play each role. This version trains one of each, in one process."""
 
-    targets: int = placement(1, ge=1, unit="ranks", description="ranks that compute target features")
-    drafters: int = placement(1, ge=1, unit="ranks", description="ranks that learn")
-    colocate: bool = placement(True, description="both roles in one process")
+    targets: Literal[1] = placement(1, description="ranks that compute target features")
+    drafters: Literal[1] = placement(1, description="ranks that learn")
+    colocate: Literal[True] = placement(True, description="both roles in one process")
 
 
 class TrainParams(Params):

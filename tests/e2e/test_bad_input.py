@@ -43,6 +43,7 @@ def refused(space: Workspace, *words: str) -> None:
         ({"train": {"target_layer_ids": [1, 1]}}, ["target_layer_ids", "[1, 1]"]),
         ({"train": {"target_layer_ids": [-1, 1]}}, ["target_layer_ids", "-1"]),
         ({"train": {"stop_at": 7}}, ["stop_at 7", "schedule_steps 6"]),
+        ({"train": {"topology": {"targets": 2}}}, ["train.topology.targets", "2"]),
         ({"train": {"kernels": "triton"}}, ["train.kernels", "triton"]),
         ({"prompts": [{"name": "x", "path": "no/such.jsonl"}]}, ["prompts.0.path", "no/such.jsonl"]),
         ({"target": {"path": "no/target"}}, ["target"]),

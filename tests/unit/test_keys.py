@@ -123,7 +123,7 @@ def test_a_param_changes_its_stage_and_all_that_follow(
     [
         ("train", {"checkpoint_every": 3}),
         ("train", {"stop_at": 4}),
-        ("train", {"anchor_chunk": 1, "logit_chunk": 5, "keep_states": 9, "topology": {"targets": 2, "drafters": 2}}),
+        ("train", {"anchor_chunk": 1, "logit_chunk": 5, "keep_states": 9}),
         ("completions", {"batch_size": 1}),
         ("references", {"features_cache_gb": 0}),
         ("evaluate", {"anchor_chunk": 1}),
