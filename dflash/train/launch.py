@@ -30,6 +30,7 @@ from dflash.base.progress import Progress
 from dflash.base.records import CheckpointManifest, Failure, LeaseRecord, MetricsLine, StopMarker, now
 from dflash.base.store import checkpoint_directory, read_params
 from dflash.hosts import lease
+from dflash.hosts.host import LocalHost
 from dflash.train import schedule
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numbers, attempt_path
 
@@ -214,28 +215,11 @@ def _start_launcher(directory: Path, store: Path, placement: Path, run: str, inv
     argv = [sys.executable, "-m", "dflash.train.launch", "--directory", str(directory.absolute())]
     argv += ["--store", str(store.absolute()), "--placement", str(placement.absolute())]
     argv += ["--run", run, "--invocation", invocation]
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=LAUNCH_TIMEOUT,
-            start_new_session=True,
-            check=False,
-            env=_environment(),
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TransientError(
-            f"the launcher did not take the lease within {LAUNCH_TIMEOUT:.0f} s", where=str(directory)
-        ) from error
-    if done.returncode not in (0, ALREADY_HELD):
-        message = done.stderr.strip() or f"exit status {done.returncode}"
+    done = LocalHost().run(argv, timeout=LAUNCH_TIMEOUT, environment=_environment())
+    if done.status not in (0, ALREADY_HELD):
+        message = done.stderr.strip() or f"exit status {done.status}"
         kind = (
-            PermanentError
-            if done.returncode in (2, EXIT_BY_KIND["permanent"], EXIT_BY_KIND["corrupt"])
-            else TransientError
+            PermanentError if done.status in (2, EXIT_BY_KIND["permanent"], EXIT_BY_KIND["corrupt"]) else TransientError
         )
         raise kind(f"the launcher failed: {message}", where=str(directory))
 
