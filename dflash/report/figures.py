@@ -131,7 +131,7 @@ def _dash(index: int, dense: bool) -> str:
     return f' stroke-dasharray="{DASHES[index % len(DASHES)]}"' if index % len(DASHES) and not dense else ""
 
 
-def _line(series: Series, index: int, x: Scale, y: Scale, dense: bool) -> str:
+def _line(series: Series, index: int, x: Scale, y: Scale, *, dense: bool, marked: bool) -> str:
     """One series as a group: interval bars (or a band), the line, and markers where they do not touch."""
     points = [(x(a), y(b)) for a, b in series.points]
     bounds = [
@@ -146,8 +146,8 @@ def _line(series: Series, index: int, x: Scale, y: Scale, dense: bool) -> str:
         around = [f"{a} {high}" for a, _, high in bounds] + [f"{a} {low}" for a, low, _ in reversed(bounds)]
         parts.append(f'<path class="band" d="M{"L".join(around)}z"/>')
     parts.append(f'<path class="line" d="M{"L".join(f"{a} {b}" for a, b in points)}"{_dash(index, dense)}/>')
-    every = math.ceil(len(points) / FEW_MARKERS) if dense else 1  # a legend needs its markers in the plot
-    parts += [_marker(index, a, b) for a, b in points[every // 2 :: every]]
+    every = math.ceil(len(points) / FEW_MARKERS) if dense else 1
+    parts += [_marker(index, a, b) for a, b in points[every // 2 :: every] if marked]
     return "".join([*parts, "</g>"])
 
 
@@ -213,7 +213,8 @@ def line_chart(
     if left == right:
         x = Scale(left - 1, right + 1, LEFT, WIDTH - RIGHT, (left,))
     dense = max(len(item.points) for item in drawn) > MOST_MARKERS
-    lines = [_line(item, index, x, y, dense) for index, item in enumerate(drawn)]
+    marked = not dense or len(drawn) > 1  # a lone dense curve needs no marker to be told apart
+    lines = [_line(item, index, x, y, dense=dense, marked=marked) for index, item in enumerate(drawn)]
     label = f"{title}. {_describe(drawn, x_label)}."
     return _svg(label, [*_axes(x, y, x_label, y_label), *reversed(lines)]) + _legend(
         [item.name for item in drawn], dense

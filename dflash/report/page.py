@@ -121,7 +121,10 @@ def build(evidence: Evidence, frame: pd.DataFrame, params: ReportParams, *, crea
     page = Page(
         title=params.title or params.run,
         sentence=_sentence(evidence),
-        footer=f"Run {params.run}, state {evidence.manifest.runkey}, planned {_time(evidence.manifest.created)}; page made {_time(created)} (UTC).",
+        footer=(
+            f"Run {params.run}, state {evidence.manifest.runkey}, planned {_time(evidence.manifest.created)}; "
+            f"page made {_time(created)} (UTC)."
+        ),
         checks=checks,
         summary=summary(checks),
         convention=_convention(evidence, tables),
@@ -354,7 +357,12 @@ def _add_lengths(page: Page, now: pd.DataFrame, last: int) -> None:
             "pooled, bonus token included; n = requests with a verification there."
         )
         page.evaluation_tables.append(
-            Table(f"tau by context length, {prompt_set}", caption, ("context", *columns, "n"), made)
+            Table(
+                f"tau by context length, prompt set {prompt_set}, {kernel} kernels",
+                caption,
+                ("context", *columns, "n"),
+                made,
+            )
         )
 
 
@@ -615,18 +623,24 @@ def _add_environments(page: Page, evidence: Evidence) -> None:
     if unequal:
         caption = "Distributions whose versions differ between environments."
         page.package_table = Table("packages that differ", caption, ("distribution", *named), tuple(unequal))
-    page.distributions = [
-        (
-            name,
-            Table(
-                f"distributions of {name}",
-                "Everything installed.",
-                ("distribution", "version"),
-                tuple(item.distributions.items()),
-            ),
+    _add_distributions(page, named)
+
+
+def _add_distributions(page: Page, named: Mapping[str, Environment]) -> None:
+    """Everything installed, once for all environments that have the same."""
+    sharing: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, item in named.items():
+        sharing.setdefault(tuple(item.distributions.items()), []).append(name)
+    for rows, names in sharing.items():
+        where = ", ".join(names)
+        table = Table(
+            f"distributions of {where}",
+            "Everything installed.",
+            ("distribution", "version"),
+            rows,
+            short=frozenset({"version"}),
         )
-        for name, item in named.items()
-    ]
+        page.distributions.append((f"{len(rows)} distributions of {where}", table))
 
 
 def environment_facts(item: Environment, used_by: Sequence[str]) -> dict[str, str]:
@@ -641,7 +655,7 @@ def environment_facts(item: Environment, used_by: Sequence[str]) -> dict[str, st
         "commit": f"{str(item.git.get('commit') or '-')[:12]}{' with uncommitted changes' if item.git.get('dirty') else ''}",
     }
     facts.update({f"torch: {name}": _plain(value) for name, value in sorted(item.torch.items())})
-    facts.update({f"kernels: {name}": value for name, value in bound(item.kernels).items()})
+    facts.update({f"kernels: {name.removeprefix('functions.')}": value for name, value in bound(item.kernels).items()})
     facts.update({f"variable {name}": value for name, value in sorted(item.variables.items())})
     return facts
 
