@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from dflash.base.records import Environment, MetricsLine
+from dflash.base.records import Environment, MetricsLine, StageEntry
 from dflash.report.checks import Check, all_checks, bound, summary
 from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Sample, Side, Trouble
 from dflash.report.figures import Series, bar_chart, line_chart, thin
@@ -401,7 +401,7 @@ def _training_words(lines: Sequence[MetricsLine]) -> str:
     padding = sum(line.padding_share for line in lines) / len(lines)
     last = lines[-1]
     return (
-        f"{len(lines):,} steps in {seconds:,.0f} s of step time; {tokens:,} tokens; {padding:.1%} padding on average; "
+        f"{len(lines):,} steps in {seconds:,.1f} s of step time; {tokens:,} tokens; {padding:.1%} padding on average; "
         f"{len(attempts)} {'attempt' if len(attempts) == 1 else 'attempts'}; last loss {last.loss:.4g} at step {last.step:,}."
     )
 
@@ -572,10 +572,18 @@ def _samples(evidence: Evidence, most: int) -> list[SampleView]:
     return [_sample_view(sample, evidence.samples_step) for sample in turns[:most]]
 
 
+def visible(text: str) -> str:
+    """The text with control characters written out (`\\x1b`): HTML may not hold them, and nobody would see them."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+        for letter in text.replace("\r", "␍")
+    )
+
+
 def _sample_view(sample: Sample, step: int | None) -> SampleView:
     elements = {"draft": "u", "bonus": "b", "prefill": "s"}
     tokens = tuple(
-        (elements[origin], text.replace("\n", "↵\n"))
+        (elements[origin], visible(text).replace("\n", "↵\n"))
         for origin, text in zip(sample.origin, sample.output, strict=True)
         if text
     )
@@ -588,7 +596,7 @@ def _sample_view(sample: Sample, step: int | None) -> SampleView:
     )
     most = max((len(item.drafted) for item in sample.verifications), default=0)
     accepted = f"of at most {most}: " + (", ".join(str(item.accepted) for item in sample.verifications) or "none")
-    return SampleView(f"{sample.prompt_set}, {sample.id[:12]}", words, sample.prompt, tokens, accepted)
+    return SampleView(f"{sample.prompt_set}, {sample.id[:12]}", words, visible(sample.prompt), tokens, accepted)
 
 
 # ---- environments, configuration, keys
@@ -690,9 +698,7 @@ def _origin(origins: Mapping[str, str], name: str) -> str:
 
 def _add_config(page: Page, evidence: Evidence) -> None:
     manifest = evidence.manifest
-    place = {stage: index for index, stage in enumerate(ORDER_OF_ROAD)}
-    names = sorted(manifest.config, key=lambda name: (place.get(name.split("/")[0], len(place)), name))
-    for name in names:
+    for name in sorted(manifest.config, key=_place):
         origins = manifest.params_files.get(name, {}).get("origins")
         origins = {str(key): str(value) for key, value in origins.items()} if isinstance(origins, Mapping) else {}
         rows = tuple((key, text, _origin(origins, key)) for key, text in _flatten(manifest.config[name]).items())
@@ -708,13 +714,18 @@ def _add_config(page: Page, evidence: Evidence) -> None:
         "keys",
         f"Keys of the run's results; state {manifest.runkey}. A key is a digest of parameters, upstream keys and code.",
         ("result", "key", "code", "made from", "receipts"),
-        tuple(_key_row(evidence, index) for index in range(len(manifest.stages))),
+        tuple(_key_row(evidence, entry) for entry in sorted(manifest.stages, key=lambda entry: _place(entry.name))),
         short=frozenset({"key", "code", "receipts"}),
     )
 
 
-def _key_row(evidence: Evidence, index: int) -> tuple[str, ...]:
-    entry = evidence.manifest.stages[index]
+def _place(name: str) -> tuple[int, str]:
+    """Where a result stands on the road, for sorting."""
+    stage = name.split("/")[0]
+    return (ORDER_OF_ROAD.index(stage) if stage in ORDER_OF_ROAD else len(ORDER_OF_ROAD), name)
+
+
+def _key_row(evidence: Evidence, entry: StageEntry) -> tuple[str, ...]:
     recorded = evidence.manifest.params_files.get(entry.name, {})
     code = recorded.get("code")
     digest = str(code.get("digest", "-"))[:12] if isinstance(code, Mapping) else "-"

@@ -18,6 +18,7 @@ from report_store import FLA_KERNELS, Made, Story, make_run, rewrite_json
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.stage import HostContext, Inputs
 from dflash.report.figures import Series, bar_chart, line_chart, thin, tick_texts
+from dflash.report.page import visible
 from dflash.report.report import TEMPLATE, run
 from dflash.report.report_params import ReportParams
 
@@ -91,6 +92,19 @@ def test_two_hundred_evaluations_stay_under_a_megabyte_and_ten_seconds(tmp_path:
     assert len(page.encode()) < 1_000_000
     assert "20 of 200 steps" in page
     assert "All 200 steps" in page
+
+
+def test_a_long_training_is_drawn_with_few_points_and_the_caption_says_so(made: Made) -> None:
+    path = made.directory("train") / "metrics.jsonl"
+    first = path.read_text().splitlines()[0]
+    lines = [first.replace('"step":1,', f'"step":{step},') for step in range(1, 6001)]
+    path.write_text("\n".join(lines))
+    page = made.report()
+    loss = page[page.index('aria-label="Loss.') :]
+    drawn = re.search(r'class="line" d="([^"]*)"', loss)
+    assert drawn is not None
+    assert drawn[1].count("L") < 150
+    assert "n = 6,000 steps; each point is the mean of 50 steps" in page
 
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
@@ -328,6 +342,15 @@ def test_flat_single_and_wild_curves_are_drawn(points: list[tuple[float, float]]
     assert "nan" not in svg
     assert "inf" not in svg
     assert len(re.findall(r'class="tick"', svg)) < 20
+
+
+def test_ticks_of_steps_and_slots_are_whole_numbers() -> None:
+    svg = line_chart("t", [Series("a", [(1, 0.1), (2, 0.2), (3, 0.3)])], x_label="slot", y_label="y")
+    assert re.findall(r'y="213"[^>]*>([^<]*)<', svg) == ["1", "2", "3"]
+
+
+def test_control_characters_are_written_out() -> None:
+    assert visible("a\x1b[31m\x00\n\t\u200bé") == "a\\x1b[31m\\x00\n\t\\u200bé"
 
 
 def test_nothing_to_draw_is_no_figure() -> None:

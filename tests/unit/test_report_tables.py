@@ -122,7 +122,7 @@ def test_columns_are_drafter_first_trees_by_budget_then_foreign_drafters_then_ba
     ("chain", "ngram", "standing", "phrase"),
     [
         ((2.0, 1.9, 2.1), (1.5, 1.4, 1.6), "beats", "beats prompt lookup (1.10) and n-gram (1.50)"),
-        ((2.0, 1.9, 2.1), (1.9, 1.8, 2.0), "unclear", "within the intervals of, n-gram"),
+        ((2.0, 1.8, 2.2), (1.85, 1.8, 1.9), "unclear", "within the intervals of, n-gram"),
         ((1.4, 1.3, 1.5), (1.5, 1.4, 1.6), "loses", "does not beat n-gram"),
         ((1.5, 1.5, 1.5), (1.5, 1.5, 1.5), "loses", "does not beat n-gram"),
     ],
