@@ -1,0 +1,213 @@
+"""Drafters on disk, in the published format: `model.safetensors` and `config.json`.
+
+What vLLM, SGLang, transformers and z-lab's client load. The embedding and the head are not in it: they are the
+target's. The safetensors metadata holds the strings it is given, so that a lone file still explains itself.
+
+Writing costs 2 bytes a parameter in bfloat16 (3.5 GB for the 27B shape). Each file appears whole, by renaming, the
+weights first and config.json last; whoever must see both or none reads a manifest written after them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from dflash.base.errors import ConfigError, CorruptError, PermanentError
+from dflash.model.drafter import Drafter, DrafterConfig, default_taps
+
+# Options of other drafters that change the arithmetic and are not implemented; their neutral values are allowed.
+NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "input_embedding_scale": (None, 1, 1.0),
+    "output_multiplier": (None, 1, 1.0),
+    "final_logit_softcapping": (None, 0, 0.0),
+    "is_causal": (None,),
+    "conv_kernel_size": (None,),
+    "selector_rank": (None,),
+    "attention_bias": (None, False),
+    "hidden_act": (None, "silu"),
+    "rope_scaling": (None,),
+}
+
+
+def published_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
+    """The content of config.json. Both spellings of the rotary base are written, since loaders differ in what they
+    read."""
+    sliding = "sliding_attention" in config.layer_types
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": dtype,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "block_size": config.block_size,
+        "num_target_layers": config.num_target_layers,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+        },
+        "layer_types": list(config.layer_types),
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": sliding,
+        "max_window_layers": 0 if sliding else config.num_hidden_layers,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    }
+
+
+def save_drafter(
+    drafter: Drafter,
+    directory: str | Path,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write `drafter` into `directory`, which is made if need be.
+
+    Args:
+        drafter: on any device.
+        metadata: strings for the safetensors header.
+        dtype: type to store, e.g. `torch.bfloat16` for serving; None keeps that of the weights.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    state = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in drafter.state_dict().items()}
+    kind = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    partial = root / "model.safetensors.partial"
+    save_file(state, partial, metadata={**(metadata or {}), "format": "pt"})
+    partial.replace(root / "model.safetensors")
+    partial = root / "config.json.partial"
+    partial.write_text(json.dumps(published_config(drafter.config, kind), indent=2) + "\n")
+    partial.replace(root / "config.json")
+
+
+def load_config(directory: str | Path) -> DrafterConfig:
+    """The config of an exported directory, ours or a published one.
+
+    Raises:
+        CorruptError: config.json is absent, not JSON, or lacks or misstates a field, which is named.
+        PermanentError: the drafter has options that are not implemented (DFlash 2, scaled embeddings, capped logits).
+    """
+    file = Path(directory) / "config.json"
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise CorruptError(
+            "no config.json", where=str(directory), remedy="Export or fetch the drafter again."
+        ) from error
+    except ValueError as error:
+        raise CorruptError(f"not JSON: {error}", where=str(file), remedy="Export or fetch it again.") from error
+    nested = content.get("dflash_config") or {}
+    both = {**content, **nested}
+    for name, neutral in NEUTRAL_OPTIONS.items():
+        if both.get(name) not in neutral:
+            raise PermanentError(f"option {name} = {both[name]!r} is not supported", where=str(file))
+    try:
+        return _read_config(both)
+    except KeyError as error:
+        raise CorruptError(f"field {error.args[0]} is missing", where=str(file)) from error
+    except (TypeError, ConfigError) as error:
+        raise CorruptError(f"a field makes no sense: {error}", where=str(file)) from error
+
+
+def _read_config(values: dict[str, Any]) -> DrafterConfig:
+    rope = values.get("rope_parameters") or {}
+    theta = rope.get("rope_theta", values.get("rope_theta"))
+    if theta is None:
+        raise KeyError("rope_theta")
+    layers = values["num_hidden_layers"]
+    layer_types = values.get("layer_types") or ["full_attention"] * layers
+    return DrafterConfig(
+        hidden_size=values["hidden_size"],
+        num_hidden_layers=layers,
+        block_size=values["block_size"],
+        vocab_size=values["vocab_size"],
+        intermediate_size=values["intermediate_size"],
+        num_attention_heads=values["num_attention_heads"],
+        num_key_value_heads=values["num_key_value_heads"],
+        head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
+        num_target_layers=values["num_target_layers"],
+        target_layer_ids=tuple(values.get("target_layer_ids") or default_taps(values["num_target_layers"], layers)),
+        mask_token_id=values["mask_token_id"],
+        layer_types=tuple(layer_types),
+        sliding_window=values.get("sliding_window") if "sliding_attention" in layer_types else None,
+        rope_theta=float(theta),
+        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+    )
+
+
+def load_drafter(directory: str | Path, *, dtype: torch.dtype | None = None) -> Drafter:
+    """Load an exported directory, strictly: every tensor present, none left over, every shape right.
+
+    Args:
+        directory: with config.json and one or more *.safetensors.
+        dtype: type to load into; None keeps the stored one.
+
+    Raises:
+        CorruptError: names the tensor or field that is missing, unknown or of another shape.
+        PermanentError: the drafter has options that are not implemented.
+    """
+    root = Path(directory)
+    drafter = Drafter(load_config(root), seed=None)
+    state = _read_tensors(root)
+    expected = drafter.state_dict()
+    for what, names in (("is missing", set(expected) - set(state)), ("is not a drafter's", set(state) - set(expected))):
+        if names:
+            raise CorruptError(f"tensor {min(names)} {what} ({len(names)} such)", where=str(root))
+    for name, tensor in expected.items():
+        if state[name].shape != tensor.shape:
+            raise CorruptError(
+                f"tensor {name} has shape {list(state[name].shape)}, but the config asks for {list(tensor.shape)}",
+                where=str(root),
+            )
+    stored = next(iter(state.values())).dtype
+    drafter.to(dtype or stored)
+    drafter.load_state_dict(state)
+    return drafter
+
+
+def _read_tensors(root: Path) -> dict[str, torch.Tensor]:
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        raise CorruptError("no *.safetensors", where=str(root), remedy="Export or fetch the drafter again.")
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as stream:
+                state.update({name: stream.get_tensor(name) for name in stream.keys()})  # noqa: SIM118
+        except SafetensorError as error:
+            raise CorruptError(f"unreadable: {error}", where=str(file), remedy="Export or fetch it again.") from error
+    return state
+
+
+def read_metadata(file: str | Path) -> dict[str, str]:
+    """The strings in the header of a safetensors file; reads no tensor.
+
+    Raises:
+        CorruptError: the file is not safetensors.
+    """
+    try:
+        with safe_open(file, framework="pt") as stream:
+            return dict(stream.metadata() or {})
+    except SafetensorError as error:
+        raise CorruptError(f"unreadable: {error}", where=str(file)) from error
