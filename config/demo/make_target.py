@@ -1,16 +1,25 @@
 """Train the demo's target, a hybrid Qwen3.5-type text model of two million parameters, from `recipe.py` alone.
 
-    python config/demo/make_target.py --out DIR [--device cuda] [--steps 6000]
+    python config/demo/make_target.py --out DIR [--device cuda] [--steps 1800]
 
 Writes config.json, generation_config.json, model.safetensors (float16), tokenizer.json and tokenizer_config.json. The
-loss is on the answers only. Every example is drawn from the split `target` of the recipe and none of its prompts is one
-of the demo's. Muon for the matrices of the layers, AdamW for the rest: twice as good as AdamW alone at this size.
+loss is on the answers only. Every example is drawn from the split `target` of the recipe, and none of its prompts is
+one of the demo's. Muon trains the matrices of the layers, AdamW the rest.
+
+The target in this folder took 1,800 steps of 192 examples (346,000 of 400,000, so none was seen twice): 40 s to write
+and tokenise the examples, 239 s to train (133 ms a step, all of it the time to launch kernels), 30 s to check, on one
+H200 with torch 2.11, transformers 5.17 and the torch reference of linear attention, float32. Mean loss over the 200
+steps before, in nats a token: 1.909 at step 200, 0.184 at 400, 0.035 at 600, 0.011 at 1,000, 0.0034 at 1,400, 0.0007 at
+1,800. In float16, of the greedy answers to the demo's 680 prompts 99.4% are right letter by letter, and of those to the
+80 held-out prompts 98.8%; so it has learned the rules and not the texts. The same seed gives the same examples in the
+same order; weights differ in the last bits between devices and versions of torch, as usual. On a CPU a step takes about
+7 s, so the whole takes hours there.
 """
 
 import argparse
 import json
-import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,7 +35,8 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-VOCAB, LONGEST = 1280, 288
+Row = tuple[str, str, str]
+VOCAB, LONGEST = 1280, 224
 
 
 def render(prompt: str) -> str:
@@ -105,16 +115,13 @@ def make_data(tokenizer: PreTrainedTokenizerFast, count: int) -> tuple[torch.Ten
     return ids, labels
 
 
-def batches(ids: torch.Tensor, batch_size: int, seed: int):
-    """Index batches for ever; each of examples of like length, so that little is padding."""
+def batches(ids: torch.Tensor, batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """For ever: the rows of a batch, and the length of its longest row. Each pass in another order."""
     lengths = (ids != 0).sum(1)
     rng = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(len(ids), generator=rng)
-        groups = [pool[lengths[pool].argsort()] for pool in order.split(batch_size * 16)]
-        chunks = [c for group in groups for c in group.split(batch_size) if len(c) == batch_size]
-        for i in torch.randperm(len(chunks), generator=rng).tolist():
-            yield chunks[i], int(lengths[chunks[i]].max())
+        for rows in torch.randperm(len(ids), generator=rng).split(batch_size):
+            yield rows, int(lengths[rows].max())
 
 
 def make_optimizers(model: torch.nn.Module, lr: float) -> list[torch.optim.Optimizer]:
@@ -135,7 +142,7 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> 
 
 
 @torch.no_grad()
-def right_answers(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, rows: list[tuple[str, str, str]]) -> float:
+def right_answers(model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> float:
     """The share of prompts whose greedy completion is the recipe's answer, letter by letter."""
     tokenizer.padding_side = "left"
     device, right = next(model.parameters()).device, 0
@@ -201,12 +208,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=1800)
+    parser.add_argument("--batch", type=int, default=192)
     parser.add_argument("--examples", type=int, default=400_000)
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report", type=int, default=250)
+    parser.add_argument("--report", type=int, default=200)
     train(parser.parse_args())
 
 

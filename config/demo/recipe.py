@@ -8,10 +8,10 @@ prompt or counting n-grams guesses less than a drafter that reads the target's f
 
 An example is a function of (split, source, number) alone: `random.Random("demo/<split>/<source>/<number>")`, which is
 the same on every Python 3. Splits: `target` trains the target, `train` are the demo's prompts, `eval` its held-out
-prompts. Prompts are distinct across all three. No model, no file and no text of others is read; about 40,000 examples a
+prompts. Prompts are distinct across all three. No model, no file and no text of others is read; about 90,000 examples a
 CPU second; standard library only.
 
-    python config/demo/recipe.py            # writes prompts/*.jsonl and eval.jsonl beside this file again, byte for byte
+    python config/demo/recipe.py    # writes prompts/*.jsonl and eval.jsonl beside this file again, byte for byte
 """
 
 import json
@@ -19,33 +19,40 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-PROMPTS_PER_SOURCE = {"train": 150, "eval": 20}
+PROMPTS_PER_SOURCE = {"train": 170, "eval": 20}
 
-NAMES = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words(
     "Ada Amir Anna Bela Boris Carla Chen Clara Dana David Elena Emil Eva Farid Flora Greta Hana Hugo Ida Ines Ivan Jana"
     " Jonas Julia Karl Kira Lena Leo Lina Luca Maja Marco Maria Mila Nadia Nils Nora Olga Omar Oscar Paula Petra Rosa"
     " Ruben Sara Simon Sofia Tara Theo Tom Uma Vera Viktor Wanda Yara Zoe"
-).split()
-FAMILIES = (
+)
+FAMILIES = _words(
     "Arends Bauer Becker Costa Dahl Diaz Engel Falk Garcia Haas Hansen Ito Jensen Keller Klein Kovacs Lang Lindt Marino"
     " Meyer Moreau Nagy Novak Olsen Park Peters Quist Rossi Sato Silva Tanaka Vogel Weber Wolf Young Zeller"
-).split()
-CITIES = (
+)
+CITIES = _words(
     "Athens Basel Berlin Bern Boston Bremen Cairo Dakar Delhi Dublin Geneva Genoa Hanoi Kyoto Lagos Lima Lisbon London"
     " Lyon Madrid Malmo Milan Nairobi Oslo Paris Porto Prague Quito Riga Rome Seoul Tokyo Turin Vienna Zagreb"
-).split()
-THINGS = (
+)
+THINGS = _words(
     "apple bag basket bell book bottle bowl button cable candle card chair clock coat comb cork crate cup door drum fan"
     " flag fork globe glove hammer hat jar key ladder lamp lemon lock map mirror mug nail needle pen pencil pillow pipe"
     " plate plug pump ring rope saw shoe sock spoon stamp stool table tape tent ticket tile towel toy tray vase wheel"
-).split()
-FIELDS = (
+)
+FIELDS = _words(
     "age amount area batch code color count cost date delay depth grade group height index label length level limit"
     " mass mode number offset owner phase place power price rank rate ratio region score size slot speed state status"
     " stock target time title total type unit value volume weight width year zone"
-).split()
-VERBS = "add apply build check clean close count draw fetch fill find load make merge move open parse print read send".split()
-COLORS = "red blue green black white brown gray pink gold silver orange purple".split()
+)
+VERBS = _words(
+    "add apply build check clean close count draw fetch fill find load make merge move open parse print read send"
+)
+COLORS = _words("red blue green black white brown gray pink gold silver orange purple")
 
 
 def addition(rng: random.Random) -> tuple[str, str]:
@@ -64,8 +71,8 @@ def addition(rng: random.Random) -> tuple[str, str]:
 
 
 def multiplication(rng: random.Random) -> tuple[str, str]:
-    """A number of two or three digits times a digit, by parts."""
-    a, b = rng.randrange(12, 1000), rng.randrange(2, 10)
+    """A number of three digits times a digit, by parts."""
+    a, b = rng.randrange(101, 1000), rng.randrange(2, 10)
     parts = [int(d) * 10**i for i, d in reversed(list(enumerate(reversed(str(a))))) if d != "0"]
     lines = [f"{a} = " + " + ".join(str(p) for p in parts)]
     lines += [f"{p} x {b} = {p * b}" for p in parts]
@@ -98,7 +105,7 @@ def story(rng: random.Random) -> tuple[str, str]:
 
 def series(rng: random.Random) -> tuple[str, str]:
     """Repeated addition or subtraction, one numbered line a step."""
-    start, step, times = rng.randrange(100, 900), rng.randrange(2, 13), rng.randrange(5, 8)
+    start, step, times = rng.randrange(100, 900), rng.randrange(2, 13), rng.randrange(6, 9)
     word, sign, way = rng.choice((("add", "+", 1), ("subtract", "-", -1)))
     lines, value = [], start
     for i in range(1, times + 1):
@@ -113,22 +120,36 @@ def _items(rng: random.Random, count: int) -> list[tuple[str, int, int]]:
 
 
 def bill(rng: random.Random) -> tuple[str, str]:
-    """Items with amount and price; a table with the product of each row, and the sum."""
+    """Items with amount and price; a table with the product of each row, then the sum."""
     items = _items(rng, rng.choice((3, 3, 4)))
     head = rng.choice((("item", "amount", "price", "cost"), ("part", "count", "each", "total")))
     lines = ["| " + " | ".join(head) + " |", "| --- | --- | --- | --- |"]
     lines += [f"| {thing} | {n} | {p} | {n * p} |" for thing, n, p in items]
-    lines.append(f"| sum | | | {sum(n * p for _, n, p in items)} |")
+    running = items[0][1] * items[0][2]
+    for _, n, p in items[1:]:
+        lines.append(f"{running} + {n * p} = {running + n * p}")
+        running += n * p
+    lines.append(f"The {head[3]} of all is {running}.")
     ask = f"Bill as a table of {head[0]}, {head[1]}, {head[2]}, {head[3]}: "
     return ask + ", ".join(f"{n} {thing}s at {p}" for thing, n, p in items) + ".", "\n".join(lines)
 
 
+def _laid_out(layout: str, columns: list[str], rows: list[dict[str, str]]) -> list[str]:
+    """The lines of a Markdown table, of comma-separated values or of a numbered list."""
+    if layout == "table":
+        head = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+        return head + ["| " + " | ".join(row[c] for c in columns) + " |" for row in rows]
+    if layout == "csv":
+        return [",".join(columns)] + [",".join(row[c] for c in columns) for row in rows]
+    return [f"{i}. " + "; ".join(f"{c} = {row[c]}" for c in columns) for i, row in enumerate(rows, 1)]
+
+
 def people(rng: random.Random) -> tuple[str, str]:
-    """Facts about people, in the columns and the layout that the prompt asks for."""
-    columns = rng.sample(("name", "city", "age", "color", "thing"), rng.choice((3, 4)))
+    """Facts about people, in the columns and the two layouts that the prompt asks for."""
+    columns = rng.sample(("name", "city", "age", "color", "thing"), 3)
     if "name" not in columns:
         columns[rng.randrange(len(columns))] = "name"
-    names = rng.sample(NAMES, rng.choice((3, 4)))
+    names = rng.sample(NAMES, 3)
     rows = [
         {
             "name": name,
@@ -139,32 +160,29 @@ def people(rng: random.Random) -> tuple[str, str]:
         }
         for name in names
     ]
-    layout = rng.choice(("table", "csv", "list"))
+    layouts = rng.sample(("table", "csv", "list"), 2)
     said = {"city": "lives in {}", "age": "is {}", "color": "likes {}", "thing": "has a {}"}
     facts = [
         f"{row['name']} " + ", ".join(said[c].format(row[c]) for c in sorted(columns) if c != "name") for row in rows
     ]
-    if layout == "table":
-        lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-        lines += ["| " + " | ".join(row[c] for c in columns) + " |" for row in rows]
-    elif layout == "csv":
-        lines = [",".join(columns)] + [",".join(row[c] for c in columns) for row in rows]
-    else:
-        lines = [f"{i}. " + "; ".join(f"{c} = {row[c]}" for c in columns) for i, row in enumerate(rows, 1)]
-    return f"Write a {layout} of " + ", ".join(columns) + ": " + ". ".join(facts) + ".", "\n".join(lines)
+    lines = [line for layout in layouts for line in _laid_out(layout, columns, rows)]
+    ask = f"Write a {layouts[0]} and a {layouts[1]} of " + ", ".join(columns) + ": "
+    return ask + ". ".join(facts) + ".", "\n".join(lines)
 
 
 def schedule(rng: random.Random) -> tuple[str, str]:
     """Tasks of given lengths after one another; the table of when each starts and ends."""
     hour, tasks = rng.randrange(6, 15), []
-    for verb in rng.sample(VERBS, rng.choice((3, 4))):
+    for verb in rng.sample(VERBS, 3):
         tasks.append((f"{verb} the {rng.choice(THINGS)}", rng.choice((10, 15, 20, 30, 40, 45)), rng.choice(NAMES)))
     minutes, lines = hour * 60, ["| start | end | task | who |", "| --- | --- | --- | --- |"]
     for task, length, who in tasks:
         end = minutes + length
         lines.append(f"| {minutes // 60}:{minutes % 60:02d} | {end // 60}:{end % 60:02d} | {task} | {who} |")
         minutes = end
-    return f"Plan from {hour}:00: " + ", ".join(f"{who} will {t} for {n}" for t, n, who in tasks) + ".", "\n".join(lines)
+    lines += [f"{who} will {task} for {length} minutes." for task, length, who in tasks]
+    said = ", ".join(f"{who} will {task} for {length}" for task, length, who in tasks)
+    return f"Plan from {hour}:00: {said}.", "\n".join(lines)
 
 
 def _fields(rng: random.Random, count: int) -> list[tuple[str, str | int]]:
@@ -201,13 +219,14 @@ FORMATS: dict[str, Callable[[str, list[tuple[str, str | int]]], list[str]]] = {
 
 
 def convert(rng: random.Random) -> tuple[str, str]:
-    """One record, said in words, written in one or two formats."""
-    kind = rng.choice(THINGS)
-    first, second = rng.sample(sorted(FORMATS), 2)
-    fields = _fields(rng, rng.randrange(4, 7) if first in ("ini", "yaml") and second in ("ini", "yaml") else 4)
+    """One record, said in words, written in three formats."""
+    kind, formats = rng.choice(THINGS), rng.sample(sorted(FORMATS), 3)
+    fields = _fields(rng, 3)
+    lines = []
+    for name in formats:
+        lines += [f"As {name}:", *FORMATS[name](kind, fields)]
     said = ", ".join(f"{key} {value}" for key, value in fields)
-    lines = [f"As {first}:", *FORMATS[first](kind, fields), f"As {second}:", *FORMATS[second](kind, fields)]
-    return f"Write this {kind} as {first} and {second}: {said}.", "\n".join(lines)
+    return f"Write this {kind} as {formats[0]}, {formats[1]} and {formats[2]}: {said}.", "\n".join(lines)
 
 
 def card(rng: random.Random) -> tuple[str, str]:
@@ -227,7 +246,7 @@ def log(rng: random.Random) -> tuple[str, str]:
     """Log lines with a clock that goes on by a given number of seconds."""
     hour, minute, second = rng.randrange(10, 24), rng.randrange(10, 50), rng.randrange(10, 50)
     step, unit, owner = rng.randrange(2, 10), rng.choice(THINGS), rng.choice(NAMES).lower()
-    verbs = rng.sample(VERBS, rng.choice((4, 5)))
+    verbs = rng.sample(VERBS, rng.choice((5, 6)))
     clock, lines = hour * 3600 + minute * 60 + second, []
     for verb in verbs:
         at = f"{clock // 3600}:{clock // 60 % 60:02d}:{clock % 60:02d}"
@@ -250,22 +269,23 @@ def record_class(rng: random.Random) -> tuple[str, str]:
 
 
 def function(rng: random.Random) -> tuple[str, str]:
-    """A function over three fields, in steps, and a call of it with its result."""
+    """A function over three fields, in steps, and two calls of it with their results."""
     verb, thing = rng.choice(VERBS), rng.choice(THINGS)
     a, b, c, result = rng.sample(FIELDS, 4)
-    x, y, z = rng.randrange(2, 10), rng.randrange(2, 10), rng.randrange(2, 10)
-    op, value = rng.choice((("+", x * y + z), ("-", x * y - z)))
+    sign, word = rng.choice((("+", "plus"), ("-", "minus")))
     lines = [
         f"def {verb}_{thing}({a}, {b}, {c}):",
         f"    {result} = {a} * {b}",
-        f"    {result} = {result} {op} {c}",
+        f"    {result} = {result} {sign} {c}",
         f"    return {result}",
-        "",
-        f"# {x} * {y} = {x * y}, {x * y} {op} {z} = {value}",
-        f"assert {verb}_{thing}({x}, {y}, {z}) == {value}",
     ]
-    ask = f"Function {verb}_{thing}: {result} is {a} times {b} {'plus' if op == '+' else 'minus'} {c}. Try {x}, {y}, {z}."
-    return ask, "\n".join(lines)
+    tries = [tuple(rng.randrange(2, 10) for _ in range(3)) for _ in range(2)]
+    for x, y, z in tries:
+        value = x * y + z if sign == "+" else x * y - z
+        lines += ["", f"# {x} * {y} = {x * y}, {x * y} {sign} {z} = {value}"]
+        lines += [f"assert {verb}_{thing}({x}, {y}, {z}) == {value}"]
+    asked = " and ".join(f"{x}, {y}, {z}" for x, y, z in tries)
+    return f"Function {verb}_{thing}: {result} is {a} times {b} {word} {c}. Try {asked}.", "\n".join(lines)
 
 
 def query(rng: random.Random) -> tuple[str, str]:
@@ -311,7 +331,7 @@ def prompts(split: str, source: str, taken: set[str]) -> Iterator[tuple[str, str
 
 
 def demo_prompts() -> dict[str, list[tuple[str, str, str]]]:
-    """{"eval": [...], "arithmetic": [...], ...}: the held-out prompts of all sources, then each source's own prompts."""
+    """{"eval": [...], "arithmetic": [...], ...}: the held-out prompts of all sources, then each source's own."""
     taken: set[str] = set()
     out = {"eval": [row for source in SOURCES for row in prompts("eval", source, taken)]}
     return out | {source: list(prompts("train", source, taken)) for source in SOURCES}
