@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -209,8 +210,18 @@ def write_manifest(
     build_manifest(params.parent, store).write(params.parent / "manifest.json")
 
 
+def _unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What nobody foresaw: one line for the reader, the traceback on demand."""
+    if os.environ.get("DFLASH_DEBUG"):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        print(f"dflash: unexpected {kind.__name__}: {error}. `dflash --debug ...` shows where.", file=sys.stderr)
+
+
 def main() -> None:
     """Runs the command line; turns errors into one line and an exit code."""
+    if "stage" not in sys.argv[1:2]:  # the log of a stage keeps its traceback
+        sys.excepthook = _unexpected
     try:
         app()
     except KeyboardInterrupt:

@@ -127,15 +127,16 @@ def print_plan(plan: Plan) -> None:
 
 def _stopped(plan: Plan, *, resume: bool) -> None:
     """Refuses to revive a training that somebody stopped, unless asked to."""
-    from dflash.train.launch import clear_stop, refuse_stopped
+    from dflash.train.launch import clear_stop, read_stop, refuse_stopped
 
     for node in plan.nodes.values():
-        if node.stage.name != "train" or not (node.directory / "stop.json").exists():
+        marker = read_stop(node.directory) if node.stage.name == "train" else None
+        if marker is None:
             continue
         if resume:
             clear_stop(node.directory)
             say(f"{node.name} {node.key}: the stop marker is removed, training goes on")
-        elif node.missing():
+        elif node.missing() and not marker.finish:
             refuse_stopped(node.directory)
 
 

@@ -14,6 +14,7 @@ Files, relative to the stage's folder:
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from dflash.evaluate.baselines import NGram, walk_ngram, walk_prompt_lookup
 from dflash.evaluate.ends import Ends, load_ends
 from dflash.evaluate.evaluate_params import EvaluateParams
 from dflash.evaluate.features import FeatureReader
+from dflash.evaluate.overlap import refuse_overlap
 from dflash.evaluate.samples import sample
 from dflash.model.drafter import Drafter
 from dflash.model.export import load_drafter
@@ -113,7 +115,8 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
     """The stage.
 
     Raises:
-        PermanentError: the checkpoint is not of the shape that the evaluation is for, or drafts nonsense (NaN).
+        PermanentError: the checkpoint is not of the shape that the evaluation is for, or drafts nonsense (NaN), or was
+            trained on prompts that it is judged on.
         CorruptError: references or features do not fit together.
     """
     train = inputs.one("train")
@@ -122,20 +125,26 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
     checkpoint = train.directory / f"step_{inputs.step}" / "drafter"
     drafter = load_drafter(checkpoint, dtype=DTYPES[params.dtype]).to(host_context.device).eval()
     check_drafter(drafter, params, str(checkpoint))
+    training = inputs.one("dataset").directory / "train.parquet"
+    references = {kernel: inputs.one(f"references/{kernel}") for kernel in params.kernels}
+    stored = {
+        kernel: read_rows(item.directory / "references.parquet", REFERENCES) for kernel, item in references.items()
+    }
+    judged = [(row["prompt_set"], json.loads(row["messages"])) for row in stored[params.kernels[0]]]
+    refuse_overlap(judged, training)
     source = target_source(params.target, inputs.target_path)
     judge = Judge(
         params,
         drafter,
         load_ends(source, params.dtype, host_context.device),
-        NGram.count(training_samples(inputs.one("dataset").directory / "train.parquet"), params.ngram),
+        NGram.count(training_samples(training), params.ngram),
         host_context.device,
         host_context.placement.get("anchor_chunk", params.anchor_chunk),
     )
     tally = Tally(judge, load_tokenizer(source))
-    references = {kernel: inputs.one(f"references/{kernel}") for kernel in params.kernels}
     for kernel, upstream in references.items():
         reader = feature_reader(upstream, params, kernel, inputs, host_context)
-        rows = read_rows(upstream.directory / "references.parquet", REFERENCES)
+        rows = stored[kernel]
         for number, row in enumerate(rows):
             continuation = continuation_of(row, upstream, params)
             name = f"{row['prompt_set']}/{row['id'][:12]}"

@@ -13,9 +13,8 @@ Files: `references.parquet` (`schemas.REFERENCES`, prompt sets in the order of t
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -25,15 +24,16 @@ import torch
 from jinja2.exceptions import TemplateError
 
 from dflash.base.canonical import canonical_json
-from dflash.base.errors import ConfigError, PermanentError
+from dflash.base.errors import ConfigError
 from dflash.base.records import Counts
 from dflash.base.stage import HostContext, Inputs, Outputs
 from dflash.data.chat import length_limit, render
-from dflash.data.prompts import Message, external_file, messages_id, question_id, read_prompts
+from dflash.data.prompts import Message, external_file, messages_id, read_prompts
 from dflash.data.prompts_params import PromptsParams
-from dflash.data.schemas import REFERENCES, SAMPLES
-from dflash.data.tables import read_pieces, write_table
+from dflash.data.schemas import REFERENCES
+from dflash.data.tables import write_table
 from dflash.evaluate.features import FeatureWriter, compute_features
+from dflash.evaluate.overlap import stored_messages
 from dflash.evaluate.references_params import PromptSet, ReferencesParams
 from dflash.model.identity import target_source
 from dflash.model.target import DTYPES, Target, load_target
@@ -54,10 +54,9 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
 
     Raises:
         ConfigError: a prompt set is empty, has an id twice, or has a malformed line; a prompt is too long.
-        PermanentError: prompts of a set were trained on; a file changed since the plan was made.
+        PermanentError: a file changed since the plan was made.
     """
     by_set = {item.name: read_prompt_set(item, inputs) for item in params.prompt_sets}
-    refuse_overlap(by_set, inputs.one("dataset").directory / "train.parquet")
     target = load_target(
         target_source(params.target, inputs.target_path), params.dtype, host_context.device, kernels=params.kernels
     )
@@ -125,29 +124,7 @@ def read_prompt_set(prompt_set: PromptSet, inputs: Inputs) -> list[list[Message]
 
 
 def _held_out(path: Path) -> list[list[Message]]:
-    return list(_stored_messages(path))
-
-
-def _stored_messages(path: Path) -> Iterator[list[Message]]:
-    for piece in read_pieces(path, SAMPLES, ["messages"]):
-        yield from (json.loads(text) for text in piece.column("messages").to_pylist())
-
-
-def refuse_overlap(by_set: dict[str, list[list[Message]]], train_path: Path) -> None:
-    """Refuses prompt sets that share a question with the training samples, system messages aside.
-
-    Raises:
-        PermanentError: names each set and how many of its prompts were trained on.
-    """
-    trained = {question_id(messages) for messages in _stored_messages(train_path)}
-    shared = {name: sum(question_id(messages) in trained for messages in prompts) for name, prompts in by_set.items()}
-    if any(shared.values()):
-        named = ", ".join(f"{count} of {len(by_set[name])} in {name!r}" for name, count in shared.items() if count)
-        raise PermanentError(
-            f"evaluation prompts were trained on: {named}",
-            where="references.prompt_sets",
-            remedy="Name the file in `dataset.exclude`, so that its prompts are left out of training.",
-        )
+    return list(stored_messages(path))
 
 
 def _request(prompt_set: str, messages: list[Message], target: Target, thinking: bool, longest: int) -> Request:

@@ -125,11 +125,15 @@ def kernels(evidence: Evidence) -> Check:
             else f"Equal: training and evaluation both ran on {name}, function by function."
         )
         return Check("kernels", title, "holds", words)
-    others = ", ".join(where for where, item in judged if differences(first, item))
+    others = ", ".join(
+        f"{where} with other functions" if where == name else where
+        for where, item in judged
+        if differences(first, item)
+    )
     if same:
         words = f"Trained on {name} and judged on it, but also on others ({others}): compare the two tables of tau."
         return Check("kernels", title, "look", words, tuple(gaps[:20]))
-    words = f"They differ: trained on {name}, judged on {others}. tau does not show what the drafter learned."
+    words = f"They differ: trained on {name}, judged on {others}. Part of what tau shows may be the kernels, not the drafter."
     return Check("kernels", title, "fails", words, tuple(gaps[:20]))
 
 

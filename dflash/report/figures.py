@@ -78,8 +78,11 @@ def tick_texts(ticks: Sequence[float]) -> list[str]:
     return [f"{tick:,.4g}" if abs(tick) < 1000 else f"{tick:,.0f}" for tick in ticks]
 
 
-def _scale(low: float, high: float, start: float, end: float, *, tight: bool = False) -> Scale:
-    """A linear scale with about five ticks at 1, 2 or 5 times a power of ten; `tight` keeps the ends at the data."""
+def _scale(low: float, high: float, start: float, end: float, *, counted: bool = False) -> Scale:
+    """A linear scale with about five ticks at 1, 2 or 5 times a power of ten.
+
+    counted: values are whole numbers (steps, slots), so ticks are too, and the ends stay at the data.
+    """
     if high <= low:
         pad = abs(low) * 0.1 or 0.5
         low, high = low - pad, high + pad
@@ -87,7 +90,8 @@ def _scale(low: float, high: float, start: float, end: float, *, tight: bool = F
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    if tight:
+    if counted:
+        step = max(step, 1.0)
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     else:
         low, high = first * step, last * step
@@ -131,7 +135,7 @@ def _dash(index: int, dense: bool) -> str:
     return f' stroke-dasharray="{DASHES[index % len(DASHES)]}"' if index % len(DASHES) and not dense else ""
 
 
-def _line(series: Series, index: int, x: Scale, y: Scale, dense: bool) -> str:
+def _line(series: Series, index: int, x: Scale, y: Scale, *, dense: bool, marked: bool) -> str:
     """One series as a group: interval bars (or a band), the line, and markers where they do not touch."""
     points = [(x(a), y(b)) for a, b in series.points]
     bounds = [
@@ -146,8 +150,8 @@ def _line(series: Series, index: int, x: Scale, y: Scale, dense: bool) -> str:
         around = [f"{a} {high}" for a, _, high in bounds] + [f"{a} {low}" for a, low, _ in reversed(bounds)]
         parts.append(f'<path class="band" d="M{"L".join(around)}z"/>')
     parts.append(f'<path class="line" d="M{"L".join(f"{a} {b}" for a, b in points)}"{_dash(index, dense)}/>')
-    every = math.ceil(len(points) / FEW_MARKERS) if dense else 1  # a legend needs its markers in the plot
-    parts += [_marker(index, a, b) for a, b in points[every // 2 :: every]]
+    every = math.ceil(len(points) / FEW_MARKERS) if dense else 1
+    parts += [_marker(index, a, b) for a, b in points[every // 2 :: every] if marked]
     return "".join([*parts, "</g>"])
 
 
@@ -193,7 +197,7 @@ def line_chart(
     low: float | None = None,
     high: float | None = None,
 ) -> str:
-    """Lines over a common x: SVG with an alternative text, then its legend.
+    """Lines over a common x of whole numbers: SVG with an alternative text, then its legend.
 
     Args:
         low, high: ends that the y axis must reach, beside the data and the intervals.
@@ -208,12 +212,13 @@ def line_chart(
     ys += [end for end in (low, high) if end is not None]
     left, right = min(xs), max(xs)
     pad = (right - left) * 0.03
-    x = _scale(left - pad, right + pad, LEFT, WIDTH - RIGHT, tight=True)
+    x = _scale(left - pad, right + pad, LEFT, WIDTH - RIGHT, counted=True)
     y = _scale(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
     if left == right:
         x = Scale(left - 1, right + 1, LEFT, WIDTH - RIGHT, (left,))
     dense = max(len(item.points) for item in drawn) > MOST_MARKERS
-    lines = [_line(item, index, x, y, dense) for index, item in enumerate(drawn)]
+    marked = not dense or len(drawn) > 1  # a lone dense curve needs no marker to be told apart
+    lines = [_line(item, index, x, y, dense=dense, marked=marked) for index, item in enumerate(drawn)]
     label = f"{title}. {_describe(drawn, x_label)}."
     return _svg(label, [*_axes(x, y, x_label, y_label), *reversed(lines)]) + _legend(
         [item.name for item in drawn], dense

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from dflash.base.records import Environment, MetricsLine
+from dflash.base.records import Environment, MetricsLine, StageEntry
 from dflash.report.checks import Check, all_checks, bound, summary
 from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Sample, Side, Trouble
 from dflash.report.figures import Series, bar_chart, line_chart, thin
@@ -121,7 +121,10 @@ def build(evidence: Evidence, frame: pd.DataFrame, params: ReportParams, *, crea
     page = Page(
         title=params.title or params.run,
         sentence=_sentence(evidence),
-        footer=f"Run {params.run}, state {evidence.manifest.runkey}, planned {_time(evidence.manifest.created)}; page made {_time(created)} (UTC).",
+        footer=(
+            f"Run {params.run}, state {evidence.manifest.runkey}, planned {_time(evidence.manifest.created)}; "
+            f"page made {_time(created)} (UTC)."
+        ),
         checks=checks,
         summary=summary(checks),
         convention=_convention(evidence, tables),
@@ -354,7 +357,12 @@ def _add_lengths(page: Page, now: pd.DataFrame, last: int) -> None:
             "pooled, bonus token included; n = requests with a verification there."
         )
         page.evaluation_tables.append(
-            Table(f"tau by context length, {prompt_set}", caption, ("context", *columns, "n"), made)
+            Table(
+                f"tau by context length, prompt set {prompt_set}, {kernel} kernels",
+                caption,
+                ("context", *columns, "n"),
+                made,
+            )
         )
 
 
@@ -393,7 +401,7 @@ def _training_words(lines: Sequence[MetricsLine]) -> str:
     padding = sum(line.padding_share for line in lines) / len(lines)
     last = lines[-1]
     return (
-        f"{len(lines):,} steps in {seconds:,.0f} s of step time; {tokens:,} tokens; {padding:.1%} padding on average; "
+        f"{len(lines):,} steps in {seconds:,.1f} s of step time; {tokens:,} tokens; {padding:.1%} padding on average; "
         f"{len(attempts)} {'attempt' if len(attempts) == 1 else 'attempts'}; last loss {last.loss:.4g} at step {last.step:,}."
     )
 
@@ -564,10 +572,18 @@ def _samples(evidence: Evidence, most: int) -> list[SampleView]:
     return [_sample_view(sample, evidence.samples_step) for sample in turns[:most]]
 
 
+def visible(text: str) -> str:
+    """The text with control characters written out (`\\x1b`): HTML may not hold them, and nobody would see them."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+        for letter in text.replace("\r", "␍")
+    )
+
+
 def _sample_view(sample: Sample, step: int | None) -> SampleView:
     elements = {"draft": "u", "bonus": "b", "prefill": "s"}
     tokens = tuple(
-        (elements[origin], text.replace("\n", "↵\n"))
+        (elements[origin], visible(text).replace("\n", "↵\n"))
         for origin, text in zip(sample.origin, sample.output, strict=True)
         if text
     )
@@ -580,7 +596,7 @@ def _sample_view(sample: Sample, step: int | None) -> SampleView:
     )
     most = max((len(item.drafted) for item in sample.verifications), default=0)
     accepted = f"of at most {most}: " + (", ".join(str(item.accepted) for item in sample.verifications) or "none")
-    return SampleView(f"{sample.prompt_set}, {sample.id[:12]}", words, sample.prompt, tokens, accepted)
+    return SampleView(f"{sample.prompt_set}, {sample.id[:12]}", words, visible(sample.prompt), tokens, accepted)
 
 
 # ---- environments, configuration, keys
@@ -615,18 +631,24 @@ def _add_environments(page: Page, evidence: Evidence) -> None:
     if unequal:
         caption = "Distributions whose versions differ between environments."
         page.package_table = Table("packages that differ", caption, ("distribution", *named), tuple(unequal))
-    page.distributions = [
-        (
-            name,
-            Table(
-                f"distributions of {name}",
-                "Everything installed.",
-                ("distribution", "version"),
-                tuple(item.distributions.items()),
-            ),
+    _add_distributions(page, named)
+
+
+def _add_distributions(page: Page, named: Mapping[str, Environment]) -> None:
+    """Everything installed, once for all environments that have the same."""
+    sharing: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, item in named.items():
+        sharing.setdefault(tuple(item.distributions.items()), []).append(name)
+    for rows, names in sharing.items():
+        where = ", ".join(names)
+        table = Table(
+            f"distributions of {where}",
+            "Everything installed.",
+            ("distribution", "version"),
+            rows,
+            short=frozenset({"version"}),
         )
-        for name, item in named.items()
-    ]
+        page.distributions.append((f"{len(rows)} distributions of {where}", table))
 
 
 def environment_facts(item: Environment, used_by: Sequence[str]) -> dict[str, str]:
@@ -641,7 +663,7 @@ def environment_facts(item: Environment, used_by: Sequence[str]) -> dict[str, st
         "commit": f"{str(item.git.get('commit') or '-')[:12]}{' with uncommitted changes' if item.git.get('dirty') else ''}",
     }
     facts.update({f"torch: {name}": _plain(value) for name, value in sorted(item.torch.items())})
-    facts.update({f"kernels: {name}": value for name, value in bound(item.kernels).items()})
+    facts.update({f"kernels: {name.removeprefix('functions.')}": value for name, value in bound(item.kernels).items()})
     facts.update({f"variable {name}": value for name, value in sorted(item.variables.items())})
     return facts
 
@@ -676,9 +698,7 @@ def _origin(origins: Mapping[str, str], name: str) -> str:
 
 def _add_config(page: Page, evidence: Evidence) -> None:
     manifest = evidence.manifest
-    place = {stage: index for index, stage in enumerate(ORDER_OF_ROAD)}
-    names = sorted(manifest.config, key=lambda name: (place.get(name.split("/")[0], len(place)), name))
-    for name in names:
+    for name in sorted(manifest.config, key=_place):
         origins = manifest.params_files.get(name, {}).get("origins")
         origins = {str(key): str(value) for key, value in origins.items()} if isinstance(origins, Mapping) else {}
         rows = tuple((key, text, _origin(origins, key)) for key, text in _flatten(manifest.config[name]).items())
@@ -694,13 +714,18 @@ def _add_config(page: Page, evidence: Evidence) -> None:
         "keys",
         f"Keys of the run's results; state {manifest.runkey}. A key is a digest of parameters, upstream keys and code.",
         ("result", "key", "code", "made from", "receipts"),
-        tuple(_key_row(evidence, index) for index in range(len(manifest.stages))),
+        tuple(_key_row(evidence, entry) for entry in sorted(manifest.stages, key=lambda entry: _place(entry.name))),
         short=frozenset({"key", "code", "receipts"}),
     )
 
 
-def _key_row(evidence: Evidence, index: int) -> tuple[str, ...]:
-    entry = evidence.manifest.stages[index]
+def _place(name: str) -> tuple[int, str]:
+    """Where a result stands on the road, for sorting."""
+    stage = name.split("/")[0]
+    return (ORDER_OF_ROAD.index(stage) if stage in ORDER_OF_ROAD else len(ORDER_OF_ROAD), name)
+
+
+def _key_row(evidence: Evidence, entry: StageEntry) -> tuple[str, ...]:
     recorded = evidence.manifest.params_files.get(entry.name, {})
     code = recorded.get("code")
     digest = str(code.get("digest", "-"))[:12] if isinstance(code, Mapping) else "-"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -89,7 +89,6 @@ class Verdict:
 
     standing: str
     words: str
-    details: tuple[str, ...] = field(default_factory=tuple)
 
 
 def tidy(rows: Iterable[Mapping[str, Any]], run: str) -> pd.DataFrame:
@@ -195,7 +194,7 @@ def verdict(table: TauTable) -> Verdict:
     rivals = {name: cells[name] for name in BASELINES.values() if name in cells}
     if ours is None or not rivals:
         missing = "the drafter's chain" if ours is None else "the baselines"
-        return Verdict("unknown", f"Step {step} has no numbers for {missing}, so nothing is proved.")
+        return Verdict("unknown", f"Step {step:,} has no numbers for {missing}, so nothing is proved.")
     standings = {name: _standing(ours, rival) for name, rival in rivals.items()}
     phrases = {"beats": "beats", "unclear": "is above, but within the intervals of,", "loses": "does not beat"}
     parts = []
@@ -204,7 +203,7 @@ def verdict(table: TauTable) -> Verdict:
         if named:
             parts.append(f"{phrases[standing]} {' or '.join(named) if standing == 'loses' else ' and '.join(named)}")
     worst = next(level for level in ("loses", "unclear", "beats") if level in standings.values())
-    return Verdict(worst, f"At step {step} the drafter (chain, tau {ours.value:.2f}) {'; it '.join(parts)}.")
+    return Verdict(worst, f"At step {step:,} the drafter (chain, tau {ours.value:.2f}) {'; it '.join(parts)}.")
 
 
 def _standing(ours: Cell, rival: Cell) -> str:
@@ -280,25 +279,42 @@ def _plain(table: TauTable) -> str:
 
 
 def _print_rich(table: TauTable, stream: TextIO) -> None:
+    """Draws the table; in a narrow terminal intervals go below their values, in a narrower one they go,
+    and in the narrowest the plain text stands."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     headings, body, note = _body(table)
+    console = Console(file=stream)
+    if _width([headings, *body]) > console.width:
+        headings, body = [_stacked(text) for text in headings], [[_stacked(text) for text in row] for row in body]
+    if _width([headings, *body]) > console.width:
+        body = [[text.split("\n")[0] for text in row] for row in body]
+        note += "Intervals stand in evaluations.csv.\n"
+    if _width([headings, *body]) > console.width:
+        stream.write(_plain(table))  # wraps, and cuts nothing
+        return
     drawn = Table(title=Text(_caption(table)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
-        drawn.add_column(Text(heading), justify="right")
+        drawn.add_column(Text(heading), justify="right", no_wrap=True)
     for row in body:
-        drawn.add_row(*(Text(text.replace(" [", "\n[")) for text in row) if _narrow(row, stream) else map(Text, row))
-    console = Console(file=stream)
+        drawn.add_row(*map(Text, row))
     console.print(drawn)
     if note:
         console.print(Text(note.strip()))
 
 
-def _narrow(row: list[str], stream: TextIO) -> bool:
-    """Whether a row is wider than the terminal, so that intervals go below their values."""
-    import shutil
+def _stacked(text: str) -> str:
+    """`2.31 [2.20, 2.41]` as two lines, `2.31` and `2.20-2.41`; a heading of two words as two lines."""
+    if text.endswith("]"):
+        value, _, interval = text[:-1].partition(" [")
+        return f"{value}\n{interval.replace(', ', '-')}"
+    return text.replace(" ", "\n", 1)
 
-    return sum(len(text) + 3 for text in row) > shutil.get_terminal_size().columns
+
+def _width(rows: list[list[str]]) -> int:
+    """Columns of the terminal that a table of these texts takes, its gaps included."""
+    columns = zip(*rows, strict=True)
+    return sum(max(len(line) for text in column for line in text.split("\n")) + 3 for column in columns)

@@ -301,15 +301,19 @@ def test_a_prompt_that_stands_twice_is_refused(road: Road) -> None:
 def test_evaluation_prompts_that_were_trained_on_are_refused_with_their_count(road: Road) -> None:
     lines = [{"prompt": TRAINED[0]}, {"prompt": TRAINED[2]}, {"prompt": "fresh"}]
     prompt_set, files = road.prompts("seen", lines)
+    road.references(files=files, prompt_sets=[prompt_set])
+    road.checkpoint(half_trained("dense")[0].drafter)
     with pytest.raises(PermanentError, match=r"2 of 3 in 'seen'.*dataset\.exclude"):
-        road.references(files=files, prompt_sets=[prompt_set])
+        road.evaluate(road.inputs(prompt_sets=[prompt_set]))
 
 
 def test_a_trained_question_under_another_system_message_is_still_refused(road: Road) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TRAINED[1]}]
     prompt_set, files = road.prompts("seen", [{"messages": messages}])
+    road.references(files=files, prompt_sets=[prompt_set])
+    road.checkpoint(half_trained("dense")[0].drafter)
     with pytest.raises(PermanentError, match="1 of 1 in 'seen'"):
-        road.references(files=files, prompt_sets=[prompt_set])
+        road.evaluate(road.inputs(prompt_sets=[prompt_set]))
 
 
 def test_a_prompt_longer_than_the_context_is_refused(road: Road) -> None:
