@@ -521,6 +521,7 @@ def run_rank(
     rank: TargetRank | DrafterRank = kind(params, inputs, workdir, context, ending, peers)
     try:
         rank.begin()
+        context.progress.say(f"{roles.name(place.rank)} begins after step {rank.step}, on {context.device}")
         rank.train()
     except DflashError as error:
         where = f"{roles.name(place.rank)} on {context.host}, step {rank.step + 1}"
