@@ -84,7 +84,7 @@ def test_any_killed_rank_ends_the_job_with_its_name_and_the_next_start_resumes(
 
 def test_torchrun_starts_the_same_program_and_sigterm_saves_the_step(training: Training) -> None:
     schedule.merge_steps(training.directory, [FAR])
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     argv += ["--no-python", sys.executable, "-m", "dflash.train.ranks", "--directory", str(training.directory)]
     argv += ["--store", str(training.store), "--placement", str(training.placement)]
     with subprocess.Popen(argv, env=launch._environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
