@@ -292,6 +292,7 @@ class Trainer:
         self.saved: list[int] = []
         self.alert = ""
         self.kernels: dict[str, Any] = {}
+        self._last_due = 0
         self._schedule: tuple[tuple[int, int], list[int]] | None = None
 
     def begin(self) -> None:
@@ -433,7 +434,9 @@ class Trainer:
         # Under the lock of the schedule: whoever adds a step either comes before and is served, or comes after and reads
         # that this trainer is ending.
         with locked(schedule.schedule_lock(self.directory)):
-            more = not self.ending.is_set() and self.step < max(self.scheduled(), default=0)
+            # Who is asked to end after the last step was passed unsaved makes one more, and saves that.
+            may_end = self.step == self.first_step or self.step == self._last_due
+            more = not (may_end and self.ending.is_set()) and self.step < max(self.scheduled(), default=0)
             if not more:
                 self._tell_status(ending=True)
         return more
@@ -516,6 +519,8 @@ class Trainer:
             due = self.step in self.scheduled() or self.ending.is_set()
             if not due:
                 self._tell_status()
+        if due:
+            self._last_due = self.step
         return due
 
     def _save(self) -> None:
