@@ -371,3 +371,31 @@ def test_pieces_of_gradients_cover_every_number_once(monkeypatch: pytest.MonkeyP
         for piece in group:
             piece += 1
     assert tensors[1][0, 0] == 4
+
+
+def test_a_drafter_that_learnt_nothing_adds_zeros(small: Training) -> None:
+    params = small.params()
+    config = ranks.drafter_config(params)
+    learner = ranks.StreamLearner(params, ranks.load_target_ends(params, None, "cpu"), config, "cpu")
+    gradients = learner.whole_gradients()
+    assert [gradient.shape for gradient in gradients] == [
+        learner.masters[name].shape for name in sorted(learner.masters)
+    ]
+    assert not any(bool(gradient.any()) for gradient in gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("targets", "drafters"), [(1, 1)])
+def test_ranks_on_gpus_give_what_one_gpu_gives(tmp_path: Path, targets: int, drafters: int) -> None:
+    """Real processes, since CUDA does not survive a fork. Needs as many GPUs as ranks."""
+    if torch.cuda.device_count() < targets + drafters:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs for {targets + drafters} ranks")
+    found = []
+    for name, topology in (("one", {}), ("ranks", {"targets": targets, "drafters": drafters, "colocate": False})):
+        training = make_training(tmp_path / name, batching=BATCHING, dtype="float64", placed={"topology": topology})
+        training.placement.write_text(json.dumps({"device": "cuda", "values": {"topology": topology}}))
+        training.ensure_alive(2, STEPS)
+        training.wait(STEPS)
+        found.append(training)
+    assert found[0].batch_ids() == found[1].batch_ids()
+    assert distance(*found) <= TOLERANCE["float64"]
