@@ -68,7 +68,7 @@ class Job:
     def label(self) -> str:
         """How the stage is called in messages."""
         step = f" step {self.step}" if self.step is not None else ""
-        return f"{self.stage.name} {self.directory.name}{step}"
+        return f"{self.placement.get('name', self.stage.name)}{step}"
 
 
 def run_job(job: Job) -> Receipt:
