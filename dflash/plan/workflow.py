@@ -128,7 +128,7 @@ class Targets:
     def placement(self, stage: str, wildcards: Any) -> str:
         """JSON of what enters no key: paths, device, chunk sizes, scheduled steps."""
         node = self.node(stage, wildcards)
-        placed: dict[str, Any] = {**node.placement, "name": node.name}
+        placed: dict[str, Any] = {**node.placement, "node": node.name}
         if stage == "train":
             placed["steps"] = node.steps
         if stage == "report":
