@@ -86,7 +86,7 @@ def plan(
     from dflash.plan.graph import build_plan
     from dflash.plan.verify import find_damage
     from dflash.plan.workflow import DEFAULT_CONFIG
-    from dflash.run import plan_as_json, print_plan
+    from dflash.run import plan_as_json, print_plan, require_reachable
 
     made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
     print(plan_as_json(made)) if as_json else print_plan(made)
@@ -95,6 +95,7 @@ def plan(
     for damage in damages:
         print(f"damaged: {damage.sentence()}", file=sys.stderr)
     require_decisions(made)
+    require_reachable(made)
     if damages:
         raise PermanentError(f"{len(damages)} damaged results", remedy="`dflash run` makes them again.")
 

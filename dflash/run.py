@@ -67,6 +67,7 @@ def run(options: RunOptions) -> int:
         ConfigError: bad input. DecisionNeeded: costly work would be redone. TransientError: another run is active here.
     """
     plan = build_plan(load_config(options.files))
+    require_reachable(plan)
     if options.dry_run:
         require_decisions(plan)
         print_plan(plan)
@@ -86,9 +87,10 @@ def run(options: RunOptions) -> int:
                 break
             if not damages:
                 _announce(plan)
+            started = time.time()
             status = run_snakemake(plan, options, descriptor)
             if status != 0:
-                _explain_failure(plan)
+                _explain_failure(plan, started)
                 return status
             plan = build_plan(load_config(options.files))
             options.snakemake = []
@@ -123,6 +125,19 @@ def print_plan(plan: Plan) -> None:
         state = "fresh" if not missing else f"{missing} of {total} to make" if total > 1 else "to make"
         reason = why.get((stage, key), "")
         print(f"{node.name:<28} {key}  {state:<18} {reason}".rstrip())
+
+
+def require_reachable(plan: Plan) -> None:
+    """Refuses scheduled steps that a training has passed without saving them.
+
+    Raises:
+        PermanentError: names the steps, how far training is, and the steps that exist.
+    """
+    from dflash.train.schedule import refuse_passed
+
+    for node in plan.nodes.values():
+        if node.stage.name == "train" and node.directory.is_dir():
+            refuse_passed(node.directory, [step for step in node.steps if not node.receipt(step).exists()])
 
 
 def _stopped(plan: Plan, *, resume: bool) -> None:
@@ -265,10 +280,12 @@ def _forget_incomplete(plan: Plan, options: RunOptions) -> None:
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _explain_failure(plan: Plan) -> None:
-    """Names the cause that a stage left behind."""
+def _explain_failure(plan: Plan, since: float) -> None:
+    """Names the causes that stages have left behind since a time (seconds of the epoch)."""
     for node in plan.nodes.values():
         for path in sorted(node.directory.glob("failure*.json")):
+            if path.stat().st_mtime < since:
+                continue
             try:
                 failure = Failure.read(path)
             except DflashError:

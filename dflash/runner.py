@@ -68,7 +68,7 @@ class Job:
     def label(self) -> str:
         """How the stage is called in messages."""
         step = f" step {self.step}" if self.step is not None else ""
-        return f"{self.stage.name} {self.directory.name}{step}"
+        return f"{self.placement.get('node', self.stage.name)}{step}"
 
 
 def run_job(job: Job) -> Receipt:
@@ -139,7 +139,7 @@ def stage_params(stage: Stage, document: ParamsFile, placement: Mapping[str, Any
         CorruptError: the file's values do not fit the model of this code.
     """
     model = stage.params_model()
-    placed = {name: placement[name] for name in model.model_fields if name in placement}
+    placed = {name: placement[name] for name in placement_fields(stage) if name in placement}
     try:
         return model.model_validate({**document.params, **placed})
     except ValidationError as error:

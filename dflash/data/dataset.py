@@ -63,6 +63,12 @@ def exclude_source(path: Path) -> PromptsParams:
     return PromptsParams(name="exclude", path=str(path))
 
 
+def _in_words(counts: dict[str, Any]) -> str:
+    skipped = ", ".join(f"{count} skipped ({reason})" for reason, count in sorted(counts["skipped"].items()))
+    tail = f", {skipped}" if skipped else ""
+    return f"{counts['total']} completions, {counts['train']} to train on, {counts['validation']} held out{tail}"
+
+
 @dataclass
 class Side:
     """What one of train and validation adds up to."""
@@ -222,7 +228,7 @@ def run(params: DatasetParams, inputs: Inputs, workdir: Path, host_context: Host
         for source, upstream in inputs.all("completions").items():
             for split, rows in merge.rows(source, upstream.directory / "completions.parquet"):
                 writers[split].append(rows)
-            host_context.progress.say(f"{source}: {merge.by_source[source]}")
+            host_context.progress.say(f"{source}: {_in_words(merge.by_source[source])}")
     counts = write_ledger(workdir / "ledger.jsonl", merge.ledger)
     if merge.sides["train"].anchors() < 1:
         raise PermanentError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,12 +21,17 @@ from dflash.plan.graph import Node, Plan, build_plan
 DEFAULT_CONFIG = Path("config/config.yaml")
 
 
-def load_plan(config_files: Sequence[Path], overrides: Mapping[str, Any] | None = None) -> Plan:
+def load_plan(
+    config_files: Sequence[Path],
+    overrides: Mapping[str, Any] | None = None,
+    check: Callable[[Plan], None] | None = None,
+) -> Plan:
     """The plan of a configuration, for the Snakefile; ends the process on an error a user can mend.
 
     Args:
         config_files: files given with `--configfile`; the default config when there are none.
         overrides: what `--config` set, which is refused: it gives strings and cannot name nested keys.
+        check: a further check of the plan, from a higher floor; raises a `DflashError`.
     """
     try:
         if set(overrides or {}) - {"full_dag"}:
@@ -36,6 +41,8 @@ def load_plan(config_files: Sequence[Path], overrides: Mapping[str, Any] | None 
             )
         plan = build_plan(load_config([_relative(Path(file)) for file in config_files] or [DEFAULT_CONFIG]))
         require_decisions(plan)
+        if check is not None:
+            check(plan)
         return plan
     except DflashError as error:
         _end(error)
@@ -128,7 +135,7 @@ class Targets:
     def placement(self, stage: str, wildcards: Any) -> str:
         """JSON of what enters no key: paths, device, chunk sizes, scheduled steps."""
         node = self.node(stage, wildcards)
-        placed: dict[str, Any] = dict(node.placement)
+        placed: dict[str, Any] = {**node.placement, "node": node.name}
         if stage == "train":
             placed["steps"] = node.steps
         if stage == "report":

@@ -198,6 +198,15 @@ def test_placement_reruns_nothing(finished: Workspace, change: dict[str, dict[st
     assert finished.reruns("--cores", "3") == []
 
 
+def test_a_step_that_training_has_passed_unsaved_is_refused_with_the_steps_that_exist(finished: Workspace) -> None:
+    finished.write_config(train={"checkpoint_every": 3})
+    before = finished.receipts()
+    for refused in (finished.call("run", expect=1), finished.call("plan", expect=1), finished.snakemake(expect=1)):
+        assert "passed step 3 without saving it" in refused.stderr
+        assert "saved are 2, 4, 6" in refused.stderr
+    assert finished.made_since(before) == []
+
+
 def test_two_runs_that_share_a_dataset_build_it_once(fresh: Workspace) -> None:
     del fresh.config["run"]
     fresh.write_config(runs=[{"name": "one"}, {"name": "two", "train": {"lr": 2e-3}}])

@@ -16,9 +16,14 @@ sys.setrecursionlimit(
 
 from dflash.plan.links import relink_latest
 from dflash.plan.workflow import Targets, load_plan
+from dflash.run import require_reachable
 from dflash.runner import CONTROLLER, INVOCATION, controller_identity
 
-PLAN = load_plan(workflow.config_settings.configfiles, workflow.config_settings.config)
+PLAN = load_plan(
+    workflow.config_settings.configfiles,
+    workflow.config_settings.config,
+    require_reachable,
+)
 TARGETS = Targets(PLAN)
 RESULTS = str(PLAN.config.results)
 STORE = f"{RESULTS}/store"
