@@ -192,8 +192,8 @@ def _leave_marker(directory: Path, run: str, finish: bool) -> StopMarker:
 
 
 def _is_launcher(holder: LeaseRecord) -> bool:
-    """Whether the pid is a launcher still, or the lead that torchrun started: a trainer that outlives its launcher for a moment holds the lease under a pid
-    that may already be somebody else's."""
+    """Whether the pid is a launcher still, or the lead that torchrun started: a trainer that outlives its launcher for a
+    moment holds the lease under a pid that may already be somebody else's."""
     try:
         command = Path(f"/proc/{holder.pid}/cmdline").read_bytes()
         return b"dflash.train.launch" in command or b"dflash.train.ranks" in command

@@ -17,7 +17,7 @@ from train_store import Training, again, make_samples, make_training
 
 from dflash.base.records import CheckpointManifest, last_attempts
 from dflash.data.batches import BatchPlan
-from dflash.train import checkpoint, ranks, stream
+from dflash.train import agreement, checkpoint, drafter_rank, stream, target_rank
 from dflash.train.roles import Roles
 from dflash.train.stream import Label
 
@@ -181,7 +181,7 @@ def test_features_in_flight_never_exceed_the_limit(small: Training, tmp_path: Pa
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_a_request_to_end_is_agreed_on_whoever_is_asked(small: Training, tmp_path: Path, rank: int) -> None:
     def ask() -> None:
-        kind = ranks.TargetRank if rank < 2 else ranks.DrafterRank
+        kind = target_rank.TargetRank if rank < 2 else drafter_rank.DrafterRank
         name = "_features" if rank < 2 else "_learn"
         real = getattr(kind, name)
 
@@ -252,8 +252,8 @@ def test_a_target_that_works_on_another_batch_is_refused_before_it_sends(small: 
 
 def test_broken_features_are_refused_with_the_batch_named(small: Training, tmp_path: Path) -> None:
     def poison() -> None:
-        real = ranks.Target.features
-        ranks.Target.features = lambda *arguments: real(*arguments) * float("nan")  # type: ignore[method-assign]
+        real = target_rank.Target.features
+        target_rank.Target.features = lambda *arguments: real(*arguments) * float("nan")  # type: ignore[method-assign]
 
     ran = run_topology(again(small, tmp_path), 1, 1, STEPS, changes={0: poison})
     assert ran.statuses[1] == 4
@@ -264,10 +264,10 @@ def test_broken_features_are_refused_with_the_batch_named(small: Training, tmp_p
 def test_ranks_that_have_loaded_different_things_do_not_begin(small: Training, tmp_path: Path, fact: str) -> None:
     def other() -> None:
         if fact == "kernels":
-            ranks.kernel_tag = lambda *_: "fla"
+            agreement.kernel_tag = lambda *_: "fla"
         else:
-            real = ranks.common_facts
-            ranks.common_facts = lambda *arguments: {**real(*arguments), "taps": [0]}
+            real = target_rank.common_facts
+            target_rank.common_facts = lambda *arguments: {**real(*arguments), "taps": [0]}
 
     training = again(small, tmp_path)
     ran = run_topology(training, 2, 1, STEPS, changes={1: other})
@@ -279,13 +279,13 @@ def test_ranks_that_have_loaded_different_things_do_not_begin(small: Training, t
 
 def test_drafters_that_have_drifted_apart_save_nothing(small: Training, tmp_path: Path) -> None:
     def drift() -> None:
-        real = ranks.StreamLearner.update
+        real = drafter_rank.StreamLearner.update
 
         def update(self: Any, norm: float, step: int) -> None:
             real(self, norm, step)
             self.masters["norm.weight"].data[0] += 1e-7
 
-        ranks.StreamLearner.update = update  # type: ignore[method-assign]
+        drafter_rank.StreamLearner.update = update  # type: ignore[method-assign]
 
     training = again(small, tmp_path)
     ran = run_topology(training, 1, 2, STEPS, changes={2: drift})
@@ -312,7 +312,7 @@ def test_when_a_rank_dies_the_others_end_at_once_and_the_next_start_resumes(
     training = again(small, tmp_path)
 
     def die() -> None:
-        kind = ranks.TargetRank if victim < 2 else ranks.DrafterRank
+        kind = target_rank.TargetRank if victim < 2 else drafter_rank.DrafterRank
         name = "_features" if victim < 2 else "_learn"
         real = getattr(kind, name)
 
@@ -347,9 +347,9 @@ def test_places_go_round_by_role() -> None:
 
 def test_a_header_survives_the_way(small: Training) -> None:
     label = Label("0123456789ab", "f" * 16, (1, 3), "none needed", (2, 3, 4), "float32")
-    note = {"seconds": 0.5, "generators": ranks.pack_tensors({"cpu": torch.get_rng_state()})}
+    note = {"seconds": 0.5, "generators": agreement.pack_tensors({"cpu": torch.get_rng_state()})}
     assert stream.unpack_header(stream.pack_header(label, note)) == (label, note)
-    assert torch.equal(ranks.unpack_tensors(note["generators"])["cpu"], torch.get_rng_state())
+    assert torch.equal(agreement.unpack_tensors(note["generators"])["cpu"], torch.get_rng_state())
 
 
 def test_the_digest_of_tokens_sees_a_token_and_padding() -> None:
@@ -375,8 +375,8 @@ def test_pieces_of_gradients_cover_every_number_once(monkeypatch: pytest.MonkeyP
 
 def test_a_drafter_that_learnt_nothing_adds_zeros(small: Training) -> None:
     params = small.params()
-    config = ranks.drafter_config(params)
-    learner = ranks.StreamLearner(params, ranks.load_target_ends(params, None, "cpu"), config, "cpu")
+    config = target_rank.drafter_config(params)
+    learner = drafter_rank.StreamLearner(params, drafter_rank.load_target_ends(params, None, "cpu"), config, "cpu")
     gradients = learner.whole_gradients()
     assert [gradient.shape for gradient in gradients] == [
         learner.masters[name].shape for name in sorted(learner.masters)
