@@ -160,6 +160,7 @@ class DrafterRank(Trainer):
 
     def train(self) -> None:
         """As `Trainer.train`; then ends the stream, and the lead says which side had to wait."""
+        self.balance.begin()
         super().train()
         self.receiver.end()
         if self.peers.leads:
@@ -293,25 +294,27 @@ class DrafterRank(Trainer):
 
 
 class Balance:
-    """Which side waits for the other, over all steps of an attempt."""
+    """Which side waits for the other, over the whole of an attempt, checkpoints included."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.started = 0.0
         self.drafters = 0.0
         self.targets = 0.0
 
+    def begin(self) -> None:
+        """Time counts from here on."""
+        self.started = time.perf_counter()
+
     def add(self, line: MetricsLine) -> None:
         """Adds a step."""
-        self.seconds += line.seconds
         self.drafters += line.stalled_seconds["drafter_features"]
         self.targets += line.stalled_seconds["target_credit"]
 
     def sentence(self) -> str:
         """What a person should know: `the drafters starve: ...`."""
-        whole = max(self.seconds, 1e-9)
-        drafters, targets = self.drafters / whole, self.targets / whole
-        who = "the drafters starve" if drafters > targets else "the targets have to wait"
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        who = "the drafters starve" if self.drafters > self.targets else "the targets have to wait"
         return (
-            f"{who}: a drafter waited for features {drafters:.0%} of the time ({self.drafters:.1f} s), "
-            f"a target for room to send {targets:.0%} ({self.targets:.1f} s), of {self.seconds:.1f} s"
+            f"{who}: a drafter waited for features {self.drafters / seconds:.0%} of the time ({self.drafters:.1f} s), "
+            f"a target for room to send {self.targets / seconds:.0%} ({self.targets:.1f} s), of {seconds:.1f} s"
         )

@@ -64,6 +64,7 @@ def run_rank(
     rank: TargetRank | DrafterRank = kind(params, inputs, workdir, context, ending, peers)
     try:
         rank.begin()
+        peers.gather("ready")  # so that nobody counts another's start as waiting
         context.progress.say(f"{roles.name(place.rank)} begins after step {rank.step}, on {context.device}")
         rank.train()
     except DflashError as error:

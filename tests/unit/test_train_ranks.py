@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +134,26 @@ def test_metrics_say_who_waits_for_whom(trained: dict[Any, tuple[Training, Any]]
         assert set(line.stalled_seconds) == {"data", "drafter_features", "drafter_reduce", "target_credit"}
         assert len(line.features_waiting) == 2
     assert max(max(line.features_waiting) for line in lines) > 0
-    assert "a drafter waited for features" in ran.said[3]
+    shares = re.search(r"waited for features (\d+)% .* room to send (\d+)%", ran.said[3])
+    assert shares is not None
+    assert all(0 <= int(share) <= 100 for share in shares.groups())
+
+
+@pytest.mark.parametrize(("role", "said"), [("target", "the drafters starve"), ("drafter", "the targets have to wait")])
+def test_the_side_that_starves_is_named(small: Training, tmp_path: Path, role: str, said: str) -> None:
+    def slow() -> None:
+        kind, name = (target_rank.TargetRank, "_features") if role == "target" else (drafter_rank.DrafterRank, "_learn")
+        real = getattr(kind, name)
+
+        def slowed(self: Any, *arguments: Any) -> Any:
+            time.sleep(0.03)
+            return real(self, *arguments)
+
+        setattr(kind, name, slowed)
+
+    ran = run_topology(again(small, tmp_path), 1, 1, STEPS, changes={0 if role == "target" else 1: slow})
+    assert succeeded(ran)
+    assert said in ran.said[1]
 
 
 # ---------------------------------------------------------------- steps that are odd
