@@ -161,6 +161,15 @@ class Sender:
         self.ended: set[int] = set()
         self.credit_seconds = 0.0
         self._unsent: deque[tuple[list[Any], tuple[Tensor, ...]]] = deque()
+        self._credits: dict[int, tuple[Tensor, Any]] = {}
+        with lost_peer("opening the stream"):
+            for drafter in sorted(self.partners):
+                self._expect_credit(drafter)
+
+    def _expect_credit(self, drafter: int) -> None:
+        """Makes ready for the next credit, so that it comes while the batch is computed."""
+        message = torch.zeros(CREDIT_BYTES, dtype=torch.uint8)
+        self._credits[drafter] = message, dist.irecv(message, drafter, tag=CREDIT)
 
     @property
     def finished(self) -> bool:
@@ -175,9 +184,9 @@ class Sender:
             LostPeer: it is gone.
         """
         started = time.perf_counter()
-        message = torch.zeros(CREDIT_BYTES, dtype=torch.uint8)
+        message, work = self._credits[drafter]
         with lost_peer(f"waiting for {self.peers.roles.name(drafter)} to ask for batch {batch_id}"):
-            dist.recv(message, drafter, tag=CREDIT)
+            work.wait()
         self.credit_seconds += time.perf_counter() - started
         asked = message.numpy().tobytes().decode(errors="replace")
         if asked == END:
@@ -188,6 +197,8 @@ class Sender:
                 f"{self.peers.roles.name(drafter)} asks for batch {asked}, but {batch_id} is due",
                 remedy="Every rank must run this checkout, on this dataset and topology.",
             )
+        with lost_peer("opening the stream"):
+            self._expect_credit(drafter)
         return True
 
     def send(self, drafter: int, label: Label, features: Tensor, note: dict[str, Any]) -> None:
