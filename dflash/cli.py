@@ -60,13 +60,16 @@ def run(context: typer.Context) -> None:
 
     Verifies what stands, makes what is stale, links results/runs/RUN/latest and prints the table of results.
     -n shows the plan only. --recompute STAGE makes a costly stage anew after a change of its code. --resume continues a
-    training ended by `dflash stop`. --deep re-reads every byte when verifying. Other options go to Snakemake.
+    training ended by `dflash stop`. --deep re-reads every byte when verifying. --accept-env "why" lets a training go on whose
+    probe has drifted on this machine, and records why. Other options go to Snakemake.
     """
     from dflash.run import run as run_workflow
     from dflash.run import split_options
     from dflash.stages import BY_NAME
 
     options = split_options(context.args)
+    if any(word.partition("=")[0] == "--accept-env" for word in context.args) and not options.accept_env.strip():
+        raise ConfigError("`--accept-env` gives no reason", remedy='Say why: --accept-env "new driver, checked".')
     for name in options.recompute:
         if name not in BY_NAME or not BY_NAME[name].costly:
             raise ConfigError(f"`--recompute {name}` names no costly stage", remedy="Costly: completions, train.")

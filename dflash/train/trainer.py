@@ -42,7 +42,7 @@ from dflash.model.drafter import Drafter, DrafterConfig
 from dflash.model.identity import target_source
 from dflash.model.taps import default_taps
 from dflash.model.target import Target, check_features, load_target
-from dflash.train import checkpoint, schedule
+from dflash.train import checkpoint, probe, schedule
 from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
 from dflash.train.continuation import load_parent
@@ -362,6 +362,7 @@ class Trainer:
         self.parent: dict[str, Any] | None = None
         self.saved: list[int] = []
         self.alert = ""
+        self.accepted: list[dict[str, Any]] = []
         self.kernels: dict[str, Any] = {}
         self._schedule: tuple[tuple[int, int], list[int]] | None = None
 
@@ -374,6 +375,7 @@ class Trainer:
         target = load_checked_target(self.params, self.target_path, self.context.device)
         self.kernels = target.kernels.to_dict()
         self.learner = Learner(self.params, target, self.config, self.context.device)
+        self.accepted = self._probe()  # while the drafter has the weights that the seed drew
         self._resume()
         self.writer = checkpoint.Writer(
             self.directory,
@@ -386,6 +388,17 @@ class Trainer:
         held = lease.holder(schedule.lease_path(self.directory))
         self.lease = (held.pid, held.start) if held is not None else (os.getpid(), "")
         self._tell_status()
+
+    def _probe(self) -> list[dict[str, Any]]:
+        subject = probe.Subject(self.params, self.learner.target, self.learner.drafter, self.context.device)
+        return probe.attend(
+            self.directory,
+            subject,
+            collect(self.kernels),
+            resumed=bool(schedule.existing_steps(self.directory)),
+            attempt=self.context.attempt,
+            accept=str(self.context.placement.get("accept_env", "")),
+        )
 
     def _resume(self) -> None:
         state = checkpoint.newest_state(self.directory, self.directory.name)
@@ -600,7 +613,7 @@ class Trainer:
         codes = list(dict.fromkeys(record.code for record in records)) or [
             self.writer.params_files["train"].code.digest
         ]
-        return Lineage(parent=self.parent, attempts=attempts or self.history, code=codes)
+        return Lineage(parent=self.parent, attempts=attempts or self.history, code=codes, accepted=self.accepted)
 
     def _tell_status(self, *, ending: bool = False) -> None:
         pid, start = self.lease
@@ -670,7 +683,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             device=placement.device,
             threads=placement.threads,
             attempt=attempt.attempt,
-            placement=placement.values,
+            placement={**placement.values, "accept_env": placement.accept_env},
             progress=Progress("train"),
         )
         _train(params, inputs, arguments.directory, context, ending)

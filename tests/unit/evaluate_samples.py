@@ -20,7 +20,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "
 # These seeds write outputs that end at the end token and others that end at the limit.
 DENSE = RandomTarget(seed=8, num_hidden_layers=6, max_position_embeddings=256, **SIZES)
 SPECS: dict[str, dict[str, Any]] = {
-    "dense": DENSE.model_dump(),
+    "dense": DENSE.fields_of_type(),
     "hybrid": {
         **RandomTarget(model_type="qwen3_5_text", seed=1, num_hidden_layers=4, **SIZES).model_dump(),
         "linear_key_head_dim": 8,
