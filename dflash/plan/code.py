@@ -32,6 +32,7 @@ INERT: dict[str, str] = {
     "dflash.ship.artifact": "digests files that are already written",
     "dflash.train.attempts": "records when and how trainers were started",
     "dflash.train.launch": "starts, watches and stops the trainer",
+    "dflash.train.preflight": "refuses what will not fit; changes no weight",
     "dflash.train.probe": "compares this machine with that of the first step; changes no weight",
     "dflash.train.schedule": "which steps are saved: placement",
     "dflash.train.telemetry": "writes down how fast training goes",

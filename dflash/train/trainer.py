@@ -42,10 +42,11 @@ from dflash.model.drafter import Drafter, DrafterConfig
 from dflash.model.identity import target_source
 from dflash.model.taps import default_taps
 from dflash.model.target import Target, check_features, load_target
-from dflash.train import checkpoint, probe, schedule
+from dflash.train import checkpoint, preflight, probe, schedule
 from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
 from dflash.train.continuation import load_parent
+from dflash.train.forward import DraftForward, parts
 from dflash.train.objective import labels_and_weights, objective
 from dflash.train.optimizer import Optimizer, learning_rate
 from dflash.train.telemetry import Metrics, alert
@@ -227,6 +228,7 @@ class Learner:
             self.masters = {name: weight.detach().clone() for name, weight in self.masters.items()}
             self.drafter.to(self.compute)
         self.weights: dict[str, Tensor] = dict(self.drafter.named_parameters())
+        self.forward = DraftForward(params, self.drafter)
         self.optimizer = Optimizer(self.masters, params)
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
@@ -278,15 +280,14 @@ class Learner:
         ready = time.perf_counter()
         features = self.features(input_ids, attention_mask, batch)
         drafted = time.perf_counter()
-        hidden = self.drafter(
+        hidden = self.forward(
             features,
             input_ids,
             anchors,
             self.target.embed,
             anchor_valid=valid,
             attention_mask=attention_mask,
-            anchor_chunk=self.params.anchor_chunk,
-            recompute=self.params.anchor_chunk is not None,
+            bucket=batch.bucket,
         )
         labels, weights = labels_and_weights(
             input_ids, loss_mask, anchors, self.params.block_size, gamma=self.params.gamma, anchor_valid=valid
@@ -375,8 +376,10 @@ class Trainer:
         target = load_checked_target(self.params, self.target_path, self.context.device)
         self.kernels = target.kernels.to_dict()
         self.learner = Learner(self.params, target, self.config, self.context.device)
+        self.learner.forward.fix_shapes(self.plan)
         self.accepted = self._probe()  # while the drafter has the weights that the seed drew
         self._resume()
+        self._preflight()
         self.writer = checkpoint.Writer(
             self.directory,
             checkpoint.collect_params(self.directory, self.store, "train"),
@@ -398,6 +401,18 @@ class Trainer:
             resumed=bool(schedule.existing_steps(self.directory)),
             attempt=self.context.attempt,
             accept=str(self.context.placement.get("accept_env", "")),
+        )
+
+    def _preflight(self) -> None:
+        preflight.check(
+            self.params,
+            self.config,
+            self.plan,
+            self.learner.target,
+            directory=self.directory,
+            device=self.context.device,
+            checkpoints_left=sum(step > self.step for step in self.scheduled()),
+            has_moments=self.step > 0,
         )
 
     def _resume(self) -> None:
@@ -511,8 +526,11 @@ class Trainer:
         started = time.perf_counter()
         sums = StepSums()
         self.learner.clear_gradients()
-        for batch in self.plan.step(index):
-            self.learner.add(batch, self.samples, sums)
+        batches = self.plan.step(index)
+        with preflight.memory_explained(f"step {index + 1}"):
+            for part in parts(batches, self.params.micro_batch):
+                self.learner.add(part, self.samples, sums)
+        sums.batches = batches
         norm = self.learner.gradient_norm(sums.weight)
         loss = sums.loss / sums.weight if sums.weight > 0 else 0.0
         if not (math.isfinite(loss) and math.isfinite(norm)):
