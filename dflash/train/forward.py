@@ -121,7 +121,7 @@ class DraftForward:
                     position_ids=positions,
                     **how,
                 )
-        except dynamo.exc.TorchDynamoException as error:
+        except (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit) as error:
             raise PermanentError(
                 f"the drafter cannot be compiled for {rows} samples of bucket {bucket} (one graph each for {len(self._shapes)} "
                 f"buckets): {str(error).splitlines()[0]}",

@@ -8,13 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from train_store import Training, again, make_samples, make_training
 
 from dflash.base.errors import PermanentError
 from dflash.base.records import last_attempts
-from dflash.data.batches import Batch
+from dflash.base.store import load_inputs, read_params
+from dflash.data.batches import Batch, BatchPlan, load_train_samples
+from dflash.data.buckets_params import BucketsParams
+from dflash.model import drafter
+from dflash.model.drafter import Drafter
 from dflash.train import forward
 from dflash.train.forward import Shape, bucket_shapes, parts
+from dflash.train.trainer import drafter_config, load_checked_target
 
 torch.set_num_threads(1)
 
@@ -40,7 +46,9 @@ def largest_difference(ours: Training, theirs: Training, step: int) -> float:
 
 def metrics(training: Training) -> list[dict[str, Any]]:
     lines = last_attempts(training.directory / "metrics.jsonl")
-    return [line.model_dump(include={"anchors", "tokens", "batch_ids", "buckets", "accuracy_by_slot"}) for line in lines]
+    return [
+        line.model_dump(include={"anchors", "tokens", "batch_ids", "buckets", "accuracy_by_slot"}) for line in lines
+    ]
 
 
 def test_parts_are_the_batch_whatever_their_size() -> None:
@@ -71,13 +79,7 @@ def test_activations_computed_again_are_the_same_bits(plain: Training, tmp_path:
 
 
 def test_only_one_layer_is_kept_when_activations_are_computed_again(plain: Training) -> None:
-    from dflash.train.trainer import drafter_config, load_checked_target
-
     params = plain.params()
-    drafter = torch.nn.Module  # for readers: the real one is built below
-    del drafter
-    from dflash.model.drafter import Drafter
-
     model = Drafter(drafter_config(params)).double()
     target = load_checked_target(params, None, "cpu")
     ids = torch.arange(60, 84)[None]
@@ -102,8 +104,6 @@ def test_only_one_layer_is_kept_when_activations_are_computed_again(plain: Train
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Traces as ever and leaves the code generation out; counts graphs."""
-    import torch._dynamo
-
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(forward, "BACKEND", "aot_eager")
@@ -112,10 +112,6 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_bucket_has_one_shape_that_holds_all_its_batches(plain: Training) -> None:
-    from dflash.base.store import load_inputs, read_params
-    from dflash.data.batches import BatchPlan, load_train_samples
-    from dflash.data.buckets_params import BucketsParams
-
     inputs = load_inputs(read_params(plain.directory), plain.store)
     samples = load_train_samples(inputs.one("dataset").directory)
     batching = BucketsParams.model_validate(inputs.one("buckets").params.params)
@@ -130,7 +126,7 @@ def test_every_bucket_has_one_shape_that_holds_all_its_batches(plain: Training) 
         assert all(shape.anchors == 5 for shape in shapes.values())
 
 
-@pytest.mark.parametrize("placed", [{}, {"anchor_chunk": 2, "activation_checkpointing": True, "micro_batch": 3}])
+@pytest.mark.parametrize("placed", [{}, {"anchor_chunk": 4, "activation_checkpointing": True, "micro_batch": 3}])
 def test_a_compiled_training_makes_one_graph_a_bucket_and_teaches_the_same(
     plain: Training, tmp_path: Path, quick_compiler: Any, placed: dict[str, Any]
 ) -> None:
@@ -165,8 +161,6 @@ def test_a_shape_beyond_those_of_the_buckets_is_an_error(
 def test_a_drafter_that_cannot_be_compiled_whole_is_an_error_and_no_fallback(
     plain: Training, tmp_path: Path, quick_compiler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflash.model import drafter
-
     real = drafter.rotary_table
 
     def breaks(*arguments: Any) -> Any:
