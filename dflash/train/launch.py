@@ -138,6 +138,46 @@ def stop(directory: Path, run: str, *, finish: bool = False, timeout: float = 60
     return marker
 
 
+def checkpoint_now(directory: Path, run: str, *, timeout: float = 3600.0, poll: float = 0.1) -> int:
+    """Has the trainer save the next step that completes, and waits until it has; returns the step.
+
+    The step joins the training's schedule. Where several ask at once one checkpoint serves them all.
+
+    Raises:
+        PermanentError: no trainer is at work, or it ended before it heard.
+        TransientError: no step was saved within `timeout` seconds.
+    """
+    if lease.holder(schedule.lease_path(directory)) is None:
+        raise PermanentError("no trainer is at work on it", where=str(directory), remedy="`dflash run` starts one.")
+    before = set(schedule.existing_steps(directory))
+    request = schedule.request_checkpoint(directory, run)
+    deadline = time.monotonic() + timeout
+    while True:
+        holder = lease.holder(schedule.lease_path(directory))
+        made = set(schedule.existing_steps(directory)) - before
+        if made and not request.exists():
+            return max(made)
+        if holder is None:
+            request.unlink(missing_ok=True)
+            if made:
+                return max(made)
+            raise PermanentError(
+                f"the trainer ended before it saved; saved are {', '.join(map(str, sorted(before))) or 'none'}",
+                where=str(directory),
+                remedy="`dflash run` goes on from the last checkpoint.",
+            )
+        status = schedule.read_status(directory)
+        if not request.exists() and status is not None and status.belongs_to(holder) and status.alert:
+            raise PermanentError(f"it was not saved: {status.alert}", where=str(directory))
+        if time.monotonic() >= deadline:
+            raise TransientError(
+                f"no step was saved within {timeout:.0f} s",
+                where=str(directory),
+                remedy="The request stands; look into trainer.log.",
+            )
+        time.sleep(poll)
+
+
 def clear_stop(directory: Path) -> None:
     """Lets training go on after `stop` (`dflash run --resume`)."""
     (directory / "stop.json").unlink(missing_ok=True)

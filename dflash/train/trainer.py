@@ -42,7 +42,7 @@ from dflash.model.drafter import Drafter, DrafterConfig
 from dflash.model.identity import target_source
 from dflash.model.taps import default_taps
 from dflash.model.target import Target, check_features, load_target
-from dflash.train import checkpoint, preflight, probe, schedule
+from dflash.train import checkpoint, preflight, probe, schedule, trackers
 from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
 from dflash.train.continuation import load_parent
@@ -82,8 +82,11 @@ def _train(
         schedule.merge_steps(workdir, params.steps())
     checkpoint.sweep(workdir)
     trainer = Trainer(params, inputs, workdir, context, ending)
+    trackers.check_installed(params.tracker)
     trainer.begin()
-    trainer.train()
+    told = {name: document.params for name, document in trainer.writer.params_files.items()}
+    with trackers.following(params.tracker, workdir, context.attempt, told):
+        trainer.train()
     files = [f"step_{step}/drafter/{name}" for step in trainer.saved for name in ("config.json", "model.safetensors")]
     return Outputs(files, results={"step": trainer.step, "saved": trainer.saved}, kernels=trainer.kernels)
 
@@ -587,6 +590,7 @@ class Trainer:
         # Under the lock of the schedule: whoever adds this very step either comes before and is served, or comes after and
         # reads that it has been passed.
         with locked(schedule.schedule_lock(self.directory)):
+            schedule.serve_request(self.directory, self.step)
             due = self.step in self.scheduled() or self.ending.is_set()
             if not due:
                 self._tell_status()
