@@ -149,26 +149,23 @@ def checkpoint_now(directory: Path, run: str, *, timeout: float = 3600.0, poll: 
     """
     if lease.holder(schedule.lease_path(directory)) is None:
         raise PermanentError("no trainer is at work on it", where=str(directory), remedy="`dflash run` starts one.")
-    before = set(schedule.existing_steps(directory))
-    request = schedule.request_checkpoint(directory, run)
+    path = schedule.request_checkpoint(directory, run)
     deadline = time.monotonic() + timeout
     while True:
         holder = lease.holder(schedule.lease_path(directory))
-        made = set(schedule.existing_steps(directory)) - before
-        if made and not request.exists():
-            return max(made)
+        step = schedule.Request.read(path).step
+        if step is not None and schedule.exists(directory, step):
+            return step
         if holder is None:
-            request.unlink(missing_ok=True)
-            if made:
-                return max(made)
+            path.unlink(missing_ok=True)
+            existing = ", ".join(map(str, schedule.existing_steps(directory)))
             raise PermanentError(
-                f"the trainer ended before it saved; saved are {', '.join(map(str, sorted(before))) or 'none'}",
+                f"the trainer ended before it saved; saved are {existing or 'none'}",
                 where=str(directory),
                 remedy="`dflash run` goes on from the last checkpoint.",
             )
-        status = schedule.read_status(directory)
-        if not request.exists() and status is not None and status.belongs_to(holder) and status.alert:
-            raise PermanentError(f"it was not saved: {status.alert}", where=str(directory))
+        if step is not None and step <= schedule.passed(directory):
+            _refuse_unsaved(directory, step, holder)
         if time.monotonic() >= deadline:
             raise TransientError(
                 f"no step was saved within {timeout:.0f} s",

@@ -1,7 +1,7 @@
 """Which steps of a training are to be saved, which exist, and how far it has got: the small files of a training's folder.
 
     schedule.json, schedule.lock   the union of the steps that any run asked for; changed and read under flock
-    checkpoint_now.json            somebody asks for a checkpoint of the next step; gone when it has joined the schedule
+    checkpoint_now.json            somebody asks for a checkpoint of the next step; then which step it became
     status.json                    the last completed step, by whom; rewritten every step
     step_<n>/manifest.json         a checkpoint exists when this does
     step_<n>/state/                training can go on from there while this stands
@@ -38,11 +38,12 @@ class Schedule(Record):
 
 
 class Request(Record):
-    """`checkpoint_now.json`: who wants a checkpoint of the next step that completes."""
+    """`checkpoint_now.json`: who wants a checkpoint of the next step that completes. step: which it became; None so far."""
 
     run: str
     by: str
     at: str
+    step: int | None = None
 
 
 class Status(Record):
@@ -97,7 +98,7 @@ def merge_steps(directory: Path, steps: Iterable[int]) -> list[int]:
 
 
 def request_checkpoint(directory: Path, run: str) -> Path:
-    """Asks the trainer to save the next step that completes; returns the file that is there until it has heard."""
+    """Asks the trainer to save the next step that completes; returns the file in which it will say which that is."""
     path = directory / "checkpoint_now.json"
     with locked(schedule_lock(directory), why="the schedule of this training"):
         Request(run=run, by=lease.user_name(), at=now()).write(path)
@@ -107,9 +108,12 @@ def request_checkpoint(directory: Path, run: str) -> Path:
 def serve_request(directory: Path, step: int) -> None:
     """Adds `step` to the schedule if somebody asked for the next checkpoint. The caller holds the lock of the schedule."""
     path = directory / "checkpoint_now.json"
-    if path.exists():
+    if not path.exists():
+        return
+    request = Request.read(path)
+    if request.step is None:
         Schedule(steps=sorted({*read_schedule(directory), step})).write(directory / "schedule.json")
-        path.unlink()
+        request.model_copy(update={"step": step}).write(path)
 
 
 def refuse_passed(directory: Path, steps: Iterable[int]) -> None:

@@ -37,7 +37,7 @@ def test_a_checkpoint_now_is_the_next_step_and_joins_the_schedule(training: Trai
     step = launch.checkpoint_now(training.directory, "demo", timeout=60, poll=0.01)
     assert before < step <= schedule.passed(training.directory) < FAR
     assert schedule.read_schedule(training.directory) == [step, FAR]
-    assert not (training.directory / "checkpoint_now.json").exists()
+    assert schedule.Request.read(training.directory / "checkpoint_now.json").step == step
     assert training.wait(step).step == step
     again = launch.checkpoint_now(training.directory, "demo", timeout=60, poll=0.01)
     assert schedule.read_schedule(training.directory) == [step, again, FAR]
