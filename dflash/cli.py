@@ -193,6 +193,31 @@ def checkpoint(
 
 
 @app.command()
+def rehearse(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")], configfile: ConfigFiles = None
+) -> None:
+    """Try a run's training on this host in minutes: memory, disk, rates, time. Leaves nothing behind."""
+    from dflash.base.progress import Progress
+    from dflash.base.stage import HostContext
+    from dflash.runner import quiet_libraries, stage_params
+    from dflash.train.train_params import TrainParams
+
+    made, planned = _planned(run_name, configfile)
+    node = planned.nodes["train"]
+    params = stage_params(node.stage, node.params, node.placement)
+    assert isinstance(params, TrainParams)
+    target = node.placement.get("target_path")
+    context = HostContext(
+        host=str(node.placement["host"]), device=str(node.placement["device"]), progress=Progress("rehearsal")
+    )
+    with quiet_libraries():
+        from dflash.train.rehearse import rehearse as rehearse_training
+
+        found = rehearse_training(node.params, params, made.store, Path(target) if target else None, context, run_name)
+    print("\n".join(found.lines()))
+
+
+@app.command()
 def inspect(path: Path, as_json: AsJson = False) -> None:
     """Say what made a result: a checkpoint folder, a lone safetensors, a receipt, a manifest or a params file."""
     from dflash.report.inspect import describe, render

@@ -71,13 +71,18 @@ def run(params: TrainParams, inputs: Inputs, workdir: Path, host_context: HostCo
     return _train(params, inputs, workdir, host_context, threading.Event())
 
 
-def _train(
-    params: TrainParams, inputs: Inputs, workdir: Path, context: HostContext, ending: threading.Event
-) -> Outputs:
+def prepare(params: TrainParams, context: HostContext) -> None:
+    """Sets what torch has one of in a process: threads, seed, determinism."""
     torch.set_num_threads(context.threads)
     torch.manual_seed(params.seed)
     if context.device == "cpu":
         torch.use_deterministic_algorithms(True)
+
+
+def _train(
+    params: TrainParams, inputs: Inputs, workdir: Path, context: HostContext, ending: threading.Event
+) -> Outputs:
+    prepare(params, context)
     if not schedule.read_schedule(workdir):
         schedule.merge_steps(workdir, params.steps())
     checkpoint.sweep(workdir)
