@@ -118,13 +118,13 @@ def rehearse(
         PermanentError: dataset or buckets do not exist yet (says how to make them), or it does not fit.
         LeaseHeld: somebody uses the GPU.
     """
-    for name in NEEDED:
-        receipt = receipt_path(stage_directory(store, name, document.upstream[name]), name)
+    receipts = {name: receipt_path(stage_directory(store, name, document.upstream[name]), name) for name in NEEDED}
+    for name, receipt in receipts.items():
         if not receipt.exists():
             raise PermanentError(
-                f"there is no {name} to rehearse with",
+                f"the {name} that a rehearsal needs is not made yet",
                 where=str(receipt),
-                remedy=f"Make it first: `snakemake {receipt}` with the same --configfile, or `dflash run` for everything.",
+                remedy=f"Run `snakemake {receipts['buckets']}` with the same --configfile, or `dflash run` for everything.",
             )
     record = lease.new_record(f"rehearsal of {document.key}", document.key, run)
     held = lease.acquire(lease.gpu_leases(context.device), record)

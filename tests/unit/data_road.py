@@ -56,7 +56,7 @@ def identity(random: RandomTarget = TINY) -> TargetIdentity:
 @cache
 def target(random: RandomTarget = TINY) -> Target:
     """The target itself, made once."""
-    return load_target(random.model_dump())
+    return load_target(random.fields_of_type())
 
 
 def upstream(directory: Path, stage: str = "prompts") -> Upstream:

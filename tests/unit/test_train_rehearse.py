@@ -81,10 +81,10 @@ def test_a_missing_dataset_or_bucket_says_what_to_run_first(tmp_path: Path) -> N
     upstream = read_params(training.directory).upstream
     receipt = training.store / "buckets" / upstream["buckets"] / "receipt.json"
     receipt.unlink()
-    with pytest.raises(PermanentError, match=rf"no buckets to rehearse with.*snakemake {re.escape(str(receipt))}"):
+    with pytest.raises(PermanentError, match=rf"the buckets that .*snakemake {re.escape(str(receipt))}"):
         rehearsed(training)
     (training.store / "dataset" / upstream["dataset"] / "receipt.json").unlink()
-    with pytest.raises(PermanentError, match="no dataset to rehearse with"):
+    with pytest.raises(PermanentError, match=rf"the dataset that .*snakemake {re.escape(str(receipt))}"):
         rehearsed(training)
 
 
