@@ -133,27 +133,45 @@ def checkpoint_bytes(params: TrainParams, config: DrafterConfig) -> tuple[int, i
     return parameters * compute + SMALL_FILES // 16, parameters * master * (1 + moments) + SMALL_FILES // 16
 
 
-def check(
+def check_disk(params: TrainParams, config: DrafterConfig, directory: Path, checkpoints_left: int) -> None:
+    """Refuses a disk on which the next two checkpoints will not fit. Needs no model, so it comes before one is loaded.
+
+    Args:
+        directory: the training's folder, whose disk is asked.
+        checkpoints_left: scheduled checkpoints still to write.
+
+    Raises:
+        PermanentError: gives both numbers and the knobs.
+    """
+    count = min(2, checkpoints_left)
+    wanted = count * sum(checkpoint_bytes(params, config))
+    room = disk_free(directory)
+    if wanted > room:
+        raise PermanentError(
+            f"the next {count} checkpoints need {gigabytes(wanted)} of disk, {gigabytes(room)} are free",
+            where=str(directory),
+            remedy="Free some space; train.keep_states (fewer resumable states) and train.checkpoint_every (fewer "
+            "checkpoints) lower what a whole run needs.",
+        )
+
+
+def check_memory(
     params: TrainParams,
     config: DrafterConfig,
     plan: BatchPlan,
     target: Target,
-    *,
-    directory: Path,
     device: str,
-    checkpoints_left: int,
+    *,
     has_moments: bool = False,
 ) -> Need:
-    """Refuses what will not fit, before the first step.
+    """Refuses a longest batch that will not fit into the memory that is free now, the models being loaded.
 
     Args:
-        directory: the training's folder, whose disk is asked.
         device: what the drafter trains on.
-        checkpoints_left: scheduled checkpoints still to write.
         has_moments: the optimizer's state is in memory already.
 
     Raises:
-        PermanentError: memory of the device, of the host, or the disk is too small; gives both numbers and the knob.
+        PermanentError: memory of the device, or of the host, is too small; gives both numbers and the knob.
     """
     need = largest_need(params, config, plan, target, has_moments=has_moments)
     on_gpu = device.startswith("cuda")
@@ -165,24 +183,13 @@ def check(
             where=device,
             remedy=need.remedy(),
         )
-    drafter, state = checkpoint_bytes(params, config)
-    copies = drafter + state
+    copies = sum(checkpoint_bytes(params, config))
     if on_gpu and copies > host_memory_free():
         raise PermanentError(
             f"a checkpoint is copied to host memory and needs {gigabytes(copies)} of it, "
             f"{gigabytes(host_memory_free())} are free",
             where=device,
             remedy="Free some memory, or train on a host with more.",
-        )
-    wanted = (drafter + state) * min(2, checkpoints_left)
-    room = disk_free(directory)
-    if wanted > room:
-        raise PermanentError(
-            f"the next {min(2, checkpoints_left)} checkpoints need {gigabytes(wanted)} of disk, {gigabytes(room)} are free; "
-            "the disk is full or nearly so",
-            where=str(directory),
-            remedy="Free some space; train.keep_states (fewer resumable states) and train.checkpoint_every (fewer "
-            "checkpoints) lower what a whole run needs.",
         )
     return need
 

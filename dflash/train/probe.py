@@ -114,7 +114,8 @@ def drafter_part(
     for number, (sequence, known) in enumerate(zip(tokens, features, strict=True)):
         ids = torch.tensor([list(sequence)], device=device)
         anchors = torch.tensor([sorted({len(sequence) * part // 4 for part in (1, 2, 3)})], device=device)
-        hidden = drafter(known[None].to(device), ids, anchors, embed)
+        # A copy, since what was read from a file lies at any address, and sums on a CPU depend on how numbers are aligned.
+        hidden = drafter(known[None].to(device, copy=True), ids, anchors, embed)
         with torch.no_grad():
             found[f"logits.{number}"] = lm_head(hidden[0, :, 1:])[..., kept].to(kind).cpu()
         mask = torch.ones_like(ids, dtype=kind)

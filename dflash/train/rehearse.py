@@ -40,6 +40,13 @@ REQUEST_TOKENS = 32
 """Tokens that the target writes for the request that is evaluated."""
 
 
+def duration(seconds: float) -> str:
+    """`45 s`, `12.5 min` or `31.0 h`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 @dataclass(frozen=True)
 class BucketRate:
     """One batch of a bucket, as long as its samples get."""
@@ -95,7 +102,7 @@ class Rehearsal:
             "rates, longest batch of each bucket:",
             *rates,
             f"time: {self.step_seconds:.2f} s a step, {self.steps:,} steps and {self.checkpoints:,} checkpoints: "
-            f"about {self.total_seconds / 3600:.2f} h",
+            f"about {duration(self.total_seconds)}",
             f"checkpoint: {gigabytes(drafter + state)} written and verified in {self.checkpoint_seconds:.1f} s",
             f"disk: the whole run needs {gigabytes(self.disk_needed)} of {gigabytes(self.disk_free)} free: {fits}",
             f"evaluation: one request in {self.evaluation_seconds:.1f} s (untrained, tau {self.tau:.2f})",

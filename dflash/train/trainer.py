@@ -377,6 +377,8 @@ class Trainer:
 
     def begin(self) -> None:
         """Loads and checks everything, resumes, and writes down what will run. No batch is read before that is on disk."""
+        done = max(schedule.resumable_steps(self.directory), default=0)
+        preflight.check_disk(self.params, self.config, self.directory, sum(step > done for step in self.scheduled()))
         self.samples = load_train_samples(self.dataset.directory)
         check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)
         batching = BucketsParams.model_validate(self.buckets.params.params)
@@ -387,7 +389,9 @@ class Trainer:
         self.learner.forward.fix_shapes(self.plan)
         self.accepted = self._probe()  # while the drafter has the weights that the seed drew
         self._resume()
-        self._preflight()
+        preflight.check_memory(
+            self.params, self.config, self.plan, target, self.context.device, has_moments=self.step > 0
+        )
         self.writer = checkpoint.Writer(
             self.directory,
             checkpoint.collect_params(self.directory, self.store, "train"),
@@ -409,18 +413,6 @@ class Trainer:
             resumed=bool(schedule.existing_steps(self.directory)),
             attempt=self.context.attempt,
             accept=str(self.context.placement.get("accept_env", "")),
-        )
-
-    def _preflight(self) -> None:
-        preflight.check(
-            self.params,
-            self.config,
-            self.plan,
-            self.learner.target,
-            directory=self.directory,
-            device=self.context.device,
-            checkpoints_left=sum(step > self.step for step in self.scheduled()),
-            has_moments=self.step > 0,
         )
 
     def _resume(self) -> None:

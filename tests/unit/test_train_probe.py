@@ -17,6 +17,7 @@ from dflash.model.identity import target_source
 from dflash.model.probe import ACROSS_KERNELS, TOLERANCE, Probe, kernel_gap, largest_drift, probe_features, probe_tokens
 from dflash.model.target import Target, load_target
 from dflash.train import trainer
+from dflash.train.probe import drafter_part
 
 torch.set_num_threads(1)
 HYBRID = TINY.model_copy(update={"model_type": "qwen3_5_text"})
@@ -167,6 +168,20 @@ def test_a_start_without_a_checkpoint_is_no_resume(training: Training, monkeypat
     monkeypatch.undo()
     with pytest.raises(PermanentError, match="no longer computes"):
         training.run(2, attempt=3)
+
+
+def test_where_the_recorded_features_lie_in_memory_moves_no_bit(begun: Training) -> None:
+    params = begun.params(dtype="float64")
+    target = trainer.load_checked_target(params, None, "cpu")
+    drafter = trainer.Drafter(trainer.drafter_config(params), seed=3).double()
+    tokens = probe_tokens(260, [256, 257, 259], 4096)
+    features = list(probe_features(target, tokens, [1, 3]).values())
+    shifted = [torch.cat([torch.zeros(1).double(), item.flatten()])[1:].view_as(item) for item in features]
+    assert any(item.data_ptr() % 64 for item in shifted)
+    ours, theirs = (
+        drafter_part(drafter, tokens, f, target.embed, target.lm_head, gamma=4.0) for f in (features, shifted)
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_a_damaged_probe_is_corrupt(training: Training) -> None:
