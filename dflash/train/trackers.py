@@ -1,6 +1,6 @@
 """Tells a tracker (tensorboard, wandb, trackio) what `metrics.jsonl` says. Cannot change a result, nor end a training.
 
-A thread reads the lines of this attempt from the file, which is the truth, and passes their numbers on. Whatever the tracker
+A thread reads the lines that this attempt adds to the file, which is the truth, and passes their numbers on. Whatever the tracker
 does (refuse, hang, lose the network) costs at most one alert and, when training ends, a wait of `PATIENCE` seconds. Only a
 package that is not installed is an error, before the first step. Costs one small read a second beside the tracker's own.
 """
@@ -118,10 +118,8 @@ def open_tracker(kind: str, directory: Path, name: str, config: Mapping[str, Any
 
 
 @contextlib.contextmanager
-def following(
-    kind: str, directory: Path, attempt: int, config: Mapping[str, Any], *, poll: float = 1.0
-) -> Iterator[None]:
-    """While the block runs, a tracker is told every line that this attempt adds to `metrics.jsonl`.
+def following(kind: str, directory: Path, config: Mapping[str, Any], *, poll: float = 1.0) -> Iterator[None]:
+    """While the block runs, a tracker is told every line that is added to `metrics.jsonl`.
 
     Raises:
         ConfigError: the tracker's package is not installed.
@@ -130,7 +128,7 @@ def following(
         yield
         return
     check_installed(kind)
-    reader = _Reader(kind, directory, attempt, config, poll)
+    reader = _Reader(kind, directory, config, poll)
     reader.start()
     try:
         yield
@@ -139,11 +137,10 @@ def following(
 
 
 class _Reader(threading.Thread):
-    def __init__(self, kind: str, directory: Path, attempt: int, config: Mapping[str, Any], poll: float) -> None:
+    def __init__(self, kind: str, directory: Path, config: Mapping[str, Any], poll: float) -> None:
         super().__init__(name=f"tracker-{kind}", daemon=True)
         self._kind = kind
         self._directory = directory
-        self._attempt = attempt
         self._config = config
         self._poll = poll
         self._path = directory / "metrics.jsonl"
@@ -180,5 +177,4 @@ class _Reader(threading.Thread):
             content = stream.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._position += len(whole)
-        lines = [MetricsLine.model_validate(json.loads(line)) for line in whole.splitlines()]
-        return [line for line in lines if line.attempt == self._attempt]
+        return [MetricsLine.model_validate(json.loads(line)) for line in whole.splitlines()]

@@ -90,7 +90,7 @@ def _train(
     trackers.check_installed(params.tracker)
     trainer.begin()
     told = {name: document.params for name, document in trainer.writer.params_files.items()}
-    with trackers.following(params.tracker, workdir, context.attempt, told):
+    with trackers.following(params.tracker, workdir, told):
         trainer.train()
     files = [f"step_{step}/drafter/{name}" for step in trainer.saved for name in ("config.json", "model.safetensors")]
     return Outputs(files, results={"step": trainer.step, "saved": trainer.saved}, kernels=trainer.kernels)
