@@ -33,7 +33,7 @@ from dflash.train import checkpoint, preflight, schedule
 from dflash.train.forward import bucket_shapes, parts
 from dflash.train.preflight import gigabytes
 from dflash.train.train_params import TrainParams
-from dflash.train.trainer import StepSums, Trainer, prepare
+from dflash.train.trainer import StepSums, Trainer, prepare_process
 
 NEEDED = ("dataset", "buckets")
 REQUEST_TOKENS = 32
@@ -152,7 +152,7 @@ def _rehearse(
 ) -> Rehearsal:
     directory = _scratch_training(document, params, store, scratch)
     inputs = load_inputs(document, scratch, target_path=target_path)
-    prepare(params, context)
+    prepare_process(params, context)
     schedule.merge_steps(directory, params.steps())
     free = preflight.disk_free(store)
     trainer = Trainer(params, inputs, directory, context, threading.Event())

@@ -71,8 +71,8 @@ def run(params: TrainParams, inputs: Inputs, workdir: Path, host_context: HostCo
     return _train(params, inputs, workdir, host_context, threading.Event())
 
 
-def prepare(params: TrainParams, context: HostContext) -> None:
-    """Sets what torch has one of in a process: threads, seed, determinism."""
+def prepare_process(params: TrainParams, context: HostContext) -> None:
+    """Threads, seed and determinism of this process."""
     torch.set_num_threads(context.threads)
     torch.manual_seed(params.seed)
     if context.device == "cpu":
@@ -82,7 +82,7 @@ def prepare(params: TrainParams, context: HostContext) -> None:
 def _train(
     params: TrainParams, inputs: Inputs, workdir: Path, context: HostContext, ending: threading.Event
 ) -> Outputs:
-    prepare(params, context)
+    prepare_process(params, context)
     if not schedule.read_schedule(workdir):
         schedule.merge_steps(workdir, params.steps())
     checkpoint.sweep(workdir)

@@ -398,3 +398,11 @@ def test_a_target_loaded_again_for_an_evaluation_must_be_that_of_the_references(
     monkeypatch.setattr(evaluate, "load_target", nudged)
     with pytest.raises(PermanentError, match="other features than when its references were made"):
         road.evaluate(road.inputs())
+
+
+def test_references_made_again_are_the_same_bytes(road: Road) -> None:
+    for number in range(6):  # the metadata of a file would come in a random order
+        road.references(f"made-{number}")
+    folders = [road.root / f"made-{number}" for number in range(6)]
+    for name in ("references.parquet", "features-0.safetensors", "features.json", "probe.safetensors"):
+        assert len({(folder / name).read_bytes() for folder in folders}) == 1, name
