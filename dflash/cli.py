@@ -11,11 +11,14 @@ import os
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError
+
+if TYPE_CHECKING:
+    from dflash.plan.graph import Plan, PlannedRun
 
 USES = """\
 dflash trains drafters for speculative decoding, from prompts to an evaluated checkpoint, and can explain every result.
@@ -61,13 +64,16 @@ def run(context: typer.Context) -> None:
 
     Verifies what stands, makes what is stale, links results/runs/RUN/latest and prints the table of results.
     -n shows the plan only. --recompute STAGE makes a costly stage anew after a change of its code. --resume continues a
-    training ended by `dflash stop`. --deep re-reads every byte when verifying. Other options go to Snakemake.
+    training ended by `dflash stop`. --deep re-reads every byte when verifying. --accept-env "why" lets a training go on whose
+    probe has drifted on this machine, and records why. Other options go to Snakemake.
     """
     from dflash.run import run as run_workflow
     from dflash.run import split_options
     from dflash.stages import BY_NAME
 
     options = split_options(context.args)
+    if any(word.partition("=")[0] == "--accept-env" for word in context.args) and not options.accept_env.strip():
+        raise ConfigError("`--accept-env` gives no reason", remedy='Say why: --accept-env "new driver, checked".')
     for name in options.recompute:
         if name not in BY_NAME or not BY_NAME[name].costly:
             raise ConfigError(f"`--recompute {name}` names no costly stage", remedy="Costly: completions, train.")
@@ -135,6 +141,28 @@ def adopt(
         print(f"{stage} {old_key} stands for {node.key} from now on ({made.decisions.path})")
 
 
+def _planned(run_name: str, configfile: list[Path] | None) -> tuple[Plan, PlannedRun]:
+    """The plan of a config and its run of that name."""
+    from dflash.plan.config import load_config
+    from dflash.plan.graph import build_plan
+    from dflash.plan.workflow import DEFAULT_CONFIG
+
+    made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
+    runs = [item for item in made.runs if item.name == run_name]
+    if not runs:
+        known = ", ".join(item.name for item in made.runs)
+        raise ConfigError(f"no run `{run_name}` in this config", remedy=f"Runs: {known}.")
+    return made, runs[0]
+
+
+def _training_of(run_name: str, configfile: list[Path] | None) -> Path:
+    """The folder of a run's training, which has begun."""
+    directory = _planned(run_name, configfile)[1].nodes["train"].directory
+    if not directory.is_dir():
+        raise PermanentError(f"run {run_name} has not begun to train", where=str(directory))
+    return directory
+
+
 @app.command()
 def stop(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")],
@@ -142,22 +170,53 @@ def stop(
     configfile: ConfigFiles = None,
 ) -> None:
     """End a run's training after its present step; a rerun does not revive it (`dflash run --resume` does)."""
-    from dflash.plan.config import load_config
-    from dflash.plan.graph import build_plan
-    from dflash.plan.workflow import DEFAULT_CONFIG
     from dflash.train.launch import stop as stop_training
 
-    made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
-    runs = [item for item in made.runs if item.name == run_name]
-    if not runs:
-        known = ", ".join(item.name for item in made.runs)
-        raise ConfigError(f"no run `{run_name}` in this config", remedy=f"Runs: {known}.")
-    directory = runs[0].nodes["train"].directory
-    if not directory.is_dir():
-        raise PermanentError(f"run {run_name} has not begun to train", where=str(directory))
+    directory = _training_of(run_name, configfile)
     marker = stop_training(directory, run_name, finish=finish)
     tail = "`dflash run` evaluates and reports what exists" if marker.finish else "`dflash run --resume` continues it"
     print(f"training of {run_name} has ended; {tail}")
+
+
+@app.command()
+def checkpoint(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")],
+    at_once: Annotated[bool, typer.Option("--now", help="save the step that is being trained")] = False,
+    configfile: ConfigFiles = None,
+) -> None:
+    """Save a checkpoint of a training that is at work, beside the scheduled ones; the step joins its schedule."""
+    from dflash.train.launch import checkpoint_now
+
+    if not at_once:
+        raise ConfigError("`dflash checkpoint` needs `--now`", remedy="Later steps: train.checkpoint_every.")
+    directory = _training_of(run_name, configfile)
+    step = checkpoint_now(directory, run_name)
+    print(f"step {step} of {run_name} is saved: {directory / f'step_{step}'}")
+
+
+@app.command()
+def rehearse(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")], configfile: ConfigFiles = None
+) -> None:
+    """Try a run's training on this host in minutes: memory, disk, rates, time. Leaves nothing behind."""
+    from dflash.base.progress import Progress
+    from dflash.base.stage import HostContext
+    from dflash.runner import quiet_libraries, stage_params
+    from dflash.train.train_params import TrainParams
+
+    made, planned = _planned(run_name, configfile)
+    node = planned.nodes["train"]
+    params = stage_params(node.stage, node.params, node.placement)
+    assert isinstance(params, TrainParams)
+    target = node.placement.get("target_path")
+    context = HostContext(
+        host=str(node.placement["host"]), device=str(node.placement["device"]), progress=Progress("rehearsal")
+    )
+    with quiet_libraries():
+        from dflash.train.rehearse import rehearse as rehearse_training
+
+        found = rehearse_training(node.params, params, made.store, Path(target) if target else None, context, run_name)
+    print("\n".join(found.lines()))
 
 
 @app.command()

@@ -30,7 +30,7 @@ from dflash.plan.explain import reasons
 from dflash.plan.graph import Plan, build_plan
 from dflash.plan.links import relink_latest
 from dflash.plan.verify import find_damage, retire
-from dflash.plan.workflow import DEFAULT_CONFIG
+from dflash.plan.workflow import ACCEPT_ENV, DEFAULT_CONFIG
 from dflash.runner import INVOCATION, controller_identity, process_start
 
 GRACE = 4.0
@@ -40,13 +40,17 @@ MAX_ROUNDS = 5
 
 @dataclass
 class RunOptions:
-    """What the command line says. snakemake: further arguments, passed on as they are."""
+    """What the command line says.
+
+    accept_env: why trainings may go on although their probe has drifted. snakemake: further arguments, passed on as they are.
+    """
 
     config_files: list[Path] = field(default_factory=list)
     dry_run: bool = False
     recompute: list[str] = field(default_factory=list)
     resume: bool = False
     deep: bool = False
+    accept_env: str = ""
     snakemake: list[str] = field(default_factory=list)
 
     @property
@@ -197,7 +201,7 @@ def run_snakemake(plan: Plan, options: RunOptions, descriptor: int) -> int:
     """Runs Snakemake in its own process group and passes SIGINT and SIGTERM on to the group."""
     _unlock(options)
     _forget_incomplete(plan, options)
-    environment = {**os.environ, INVOCATION: controller_identity()}
+    environment = {**os.environ, INVOCATION: controller_identity(), ACCEPT_ENV: options.accept_env}
     paths = [str(source_root()), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(part for part in paths if part)
     child = subprocess.Popen(
@@ -347,6 +351,10 @@ def split_options(arguments: Sequence[str]) -> RunOptions:
             options.resume = True
         elif word == "--deep":
             options.deep = True
+        elif word == "--accept-env" and waiting:
+            options.accept_env = waiting.pop(0)
+        elif word.startswith("--accept-env="):
+            options.accept_env = word.partition("=")[2]
         elif word == "--recompute" and waiting:
             options.recompute.append(waiting.pop(0))
         elif word.startswith("--recompute="):

@@ -249,6 +249,7 @@ def _wait_for_checkpoint(job: Job) -> Receipt:
             "device": context.device,
             "threads": context.threads,
             "target_path": job.placement.get("target_path"),
+            "accept_env": str(job.placement.get("accept_env", "")),
             "values": {name: job.placement[name] for name in placement_fields(job.stage) if name in job.placement},
         },
     )

@@ -113,13 +113,13 @@ class Training:
         values = json.loads(self.placement.read_text())["values"]
         return TrainParams.model_validate({**read_params(self.directory).params, **values, **placed})
 
-    def run(self, *steps: int, attempt: int = 1, **placed: Any) -> Any:
+    def run(self, *steps: int, attempt: int = 1, accept_env: str = "", **placed: Any) -> Any:
         """Trains in this process up to the last of `steps`."""
         from dflash.train import trainer
 
         schedule.merge_steps(self.directory, steps)
         inputs = load_inputs(read_params(self.directory), self.store)
-        context = HostContext(attempt=attempt, progress=Progress(quiet=True))
+        context = HostContext(attempt=attempt, placement={"accept_env": accept_env}, progress=Progress(quiet=True))
         return trainer.run(self.params(**placed), inputs, self.directory, context)
 
     def ensure_alive(self, *steps: int, run: str = "demo", invocation: str = "") -> None:

@@ -200,12 +200,16 @@ class Artifact(BaseModel):
 
 
 class Lineage(BaseModel):
-    """Where a checkpoint's weights came from: the attempts that trained it, what it continued from, adopted code."""
+    """Where a checkpoint's weights came from: the attempts that trained it, what it continued from, adopted code.
+
+    accepted: each drift of the training's probe that somebody accepted: attempt, why, drift, changed environment fields.
+    """
 
     model_config = ConfigDict(extra="forbid")
     parent: dict[str, Any] | None = None
     attempts: list[dict[str, Any]] = Field(default_factory=list)
     code: list[str] = Field(default_factory=list)
+    accepted: list[dict[str, Any]] = Field(default_factory=list)
 
 
 class CheckpointManifest(Record):

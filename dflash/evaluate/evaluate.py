@@ -3,6 +3,9 @@
 One checkpoint is judged against every references result (one a kernel), with chains, with trees of each budget, and with the
 baselines. While the features are cached the target does not run: only its embedding and head are loaded.
 
+The probe of the training is compared with that of each references result: what the target gives for fixed sequences under the
+kernels of the one and of the other. The gap stands in the receipt; a wrong kernel stops the evaluation.
+
 Cost: one drafter forward of `anchor_chunk` anchors at a time over one request; memory is the drafter, the two ends of the
 target, one request's features and the logits of one chunk (see `acceptance.py`).
 
@@ -43,6 +46,7 @@ from dflash.evaluate.samples import sample
 from dflash.model.drafter import Drafter
 from dflash.model.export import load_drafter
 from dflash.model.identity import target_source
+from dflash.model.probe import check_target, kernel_gap
 from dflash.model.target import DTYPES, Target, load_target, load_tokenizer
 
 OWN_DRAFTER = "trained"
@@ -115,8 +119,9 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
     """The stage.
 
     Raises:
-        PermanentError: the checkpoint is not of the shape that the evaluation is for, or drafts nonsense (NaN), or was
-            trained on prompts that it is judged on.
+        PermanentError: the checkpoint is not of the shape that the evaluation is for, drafts nonsense (NaN), or was trained
+            on prompts that it is judged on; or the target's features under one of the kernels are further from those of the
+            training than right kernels can be.
         CorruptError: references or features do not fit together.
     """
     train = inputs.one("train")
@@ -142,6 +147,7 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
         host_context.placement.get("anchor_chunk", params.anchor_chunk),
     )
     tally = Tally(judge, load_tokenizer(source))
+    gaps = {kernel: kernel_gap(train.directory, item.directory, kernel) for kernel, item in references.items()}
     for kernel, upstream in references.items():
         reader = feature_reader(upstream, params, kernel, inputs, host_context)
         rows = stored[kernel]
@@ -157,7 +163,7 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
             f"the drafter {entry['drafter_tau']:.3f}"
         )
     files = tally.write(workdir, train.params.key, inputs.step)
-    results = {"tau": tally.tau(), "beaten_by": beaten}
+    results = {"tau": tally.tau(), "beaten_by": beaten, "kernel_gap": gaps}
     return Outputs(files, Counts(total=tally.judged, ok=tally.judged), results)
 
 
@@ -264,7 +270,10 @@ def feature_reader(
 
     def load() -> Target:
         dtype = upstream.params.params["dtype"]
-        return load_target(target_source(params.target, inputs.target_path), dtype, host_context.device, kernels=kernel)
+        source = target_source(params.target, inputs.target_path)
+        target = load_target(source, dtype, host_context.device, kernels=kernel)
+        check_target(target, upstream.directory)
+        return target
 
     return FeatureReader(upstream.directory, params.taps, kernel, load)
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from dflash.base.canonical import digest
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.files import read_json, write_json
 from dflash.model.target import Target, check_features
+from dflash.model.tensor_files import save_tensors
 
 INDEX = "features.json"
 SHARD_BYTES = 256 << 20
@@ -82,7 +82,7 @@ class FeatureWriter:
         name = self._shard_name()
         path = self._directory / name
         try:
-            save_file(self._shard, path, metadata={"format": "pt", "kernels": self._kernels})
+            save_tensors(self._shard, path, {"kernels": self._kernels})
         except (OSError, SafetensorError) as error:
             raise PermanentError(
                 f"cannot write features: {error}",

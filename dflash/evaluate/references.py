@@ -8,7 +8,8 @@ features (see `features.py` for their size on disk). As in `completions`, anothe
 near tie between two tokens: the shape of a matrix product moves its last bits.
 
 Files: `references.parquet` (`schemas.REFERENCES`, prompt sets in the order of the config), `features-<i>.safetensors`,
-`features.json`.
+`features.json`, and `probe.safetensors`: the features of fixed sequences under these kernels, which every evaluation compares
+with those of the training.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from dflash.evaluate.features import FeatureWriter, compute_features
 from dflash.evaluate.overlap import stored_messages
 from dflash.evaluate.references_params import PromptSet, ReferencesParams
 from dflash.model.identity import target_source
+from dflash.model.probe import FILE as PROBE
+from dflash.model.probe import target_probe
 from dflash.model.target import DTYPES, Target, load_target
 
 
@@ -85,8 +88,9 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
     cap = placement.get("features_cache_gb", params.features_cache_gb) * 1e9
     writer = FeatureWriter(workdir, params.taps, params.kernels, params.dtype, cap)
     cached = write_features(writer, target, rows, params.taps, DTYPES[params.dtype].itemsize, host_context)
+    target_probe(target, params.target, params.taps).write(workdir / PROBE)
     return Outputs(
-        ["references.parquet", *writer.close()],
+        ["references.parquet", *writer.close(), PROBE],
         Counts(total=len(rows), ok=len(rows)),
         {
             "prompt_sets": {name: _summary([row for row in rows if row["prompt_set"] == name]) for name in by_set},

@@ -299,6 +299,7 @@ class Drafter(nn.Module):
         anchor_chunk: int | None = None,
         block_size: int | None = None,
         recompute: bool = False,
+        recompute_layers: bool = False,
     ) -> Tensor:
         """Draft from many anchors at once: [b, n, block_size, H], after the final norm, ready for the target's head.
 
@@ -315,6 +316,7 @@ class Drafter(nn.Module):
             anchor_chunk: anchors at a time, to bound memory; the result is the same. None: all at once.
             block_size: slots to draft, when other than the config's.
             recompute: recompute the activations of each chunk in the backward pass instead of keeping them.
+            recompute_layers: recompute those of each layer, so that one layer's exist at a time; the same bits on a CPU.
 
         Raises:
             PermanentError: shapes that do not fit, or left padding without position ids.
@@ -328,7 +330,11 @@ class Drafter(nn.Module):
             )
         memory = self.remember(features, position_ids)
         size = self.config.block_size if block_size is None else block_size
-        seen = {"attention_mask": attention_mask, "document_ids": document_ids}
+        seen: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "document_ids": document_ids,
+            "recompute_layers": recompute_layers and torch.is_grad_enabled(),
+        }
 
         def draft(part: Tensor, valid: Tensor | None) -> Tensor:
             return self._draft_blocks(memory, input_ids, part, valid, position_ids, embed, size, **seen)
@@ -363,6 +369,7 @@ class Drafter(nn.Module):
         size: int,
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
+        recompute_layers: bool = False,
     ) -> Tensor:
         batch, count = anchors.shape
         tokens = torch.full((batch, count, size), self.config.mask_token_id, dtype=torch.long, device=input_ids.device)
@@ -384,7 +391,10 @@ class Drafter(nn.Module):
             for kind in set(self.config.layer_types)
         }
         for layer, context in zip(self.layers, memory, strict=True):
-            block = layer(block, context, table, masks[layer.layer_type])
+            if recompute_layers:
+                block = checkpoint(layer, block, context, table, masks[layer.layer_type], use_reentrant=False)
+            else:
+                block = layer(block, context, table, masks[layer.layer_type])
         return self.norm(block).unflatten(1, (count, size))
 
 

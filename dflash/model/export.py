@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
 from dflash.model.drafter import Drafter, DrafterConfig
 from dflash.model.taps import default_taps
+from dflash.model.tensor_files import save_tensors
 
 # Options of other drafters that change the arithmetic and are not implemented; their neutral values are allowed.
 NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -80,7 +80,7 @@ def save_drafter(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write `drafter` into `directory`, which is made if need be.
+    """Write `drafter` into `directory`, which is made if need be. Equal weights and metadata give equal bytes.
 
     Args:
         drafter: on any device.
@@ -92,11 +92,9 @@ def save_drafter(
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
-    state = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in drafter.state_dict().items()}
+    state = {name: weight.detach().to("cpu", dtype) for name, weight in drafter.state_dict().items()}
     kind = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    partial = root / "model.safetensors.partial"
-    save_file(state, partial, metadata={**(metadata or {}), "format": "pt"})
-    partial.replace(root / "model.safetensors")
+    save_tensors(state, root / "model.safetensors", metadata)
     partial = root / "config.json.partial"
     partial.write_text(json.dumps(published_config(drafter.config, kind), indent=2) + "\n")
     partial.replace(root / "config.json")

@@ -33,8 +33,11 @@ INERT: dict[str, str] = {
     "dflash.train.attempts": "records when and how trainers were started",
     "dflash.train.children": "starts, watches and ends the ranks of a training",
     "dflash.train.launch": "starts, watches and stops the trainer",
+    "dflash.train.preflight": "refuses what will not fit; changes no weight",
+    "dflash.train.probe": "compares this machine with that of the first step; changes no weight",
     "dflash.train.schedule": "which steps are saved: placement",
     "dflash.train.telemetry": "writes down how fast training goes",
+    "dflash.train.trackers": "tells others what the metrics say",
 }
 """Modules left out of code digests, each with the reason why a change in it cannot change a result. Modules whose name ends
 in `_params` are left out too: what they decide stands in the key as resolved values."""

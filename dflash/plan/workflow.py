@@ -19,6 +19,8 @@ from dflash.plan.costly import require_decisions
 from dflash.plan.graph import Node, Plan, build_plan
 
 DEFAULT_CONFIG = Path("config/config.yaml")
+ACCEPT_ENV = "DFLASH_ACCEPT_ENV"
+"""Why trainings may go on in another environment: how `dflash run --accept-env` tells the jobs of its workflow."""
 
 
 def load_plan(
@@ -138,6 +140,7 @@ class Targets:
         placed: dict[str, Any] = {**node.placement, "node": node.name}
         if stage == "train":
             placed["steps"] = node.steps
+            placed["accept_env"] = os.environ.get(ACCEPT_ENV, "")
         if stage == "report":
             placed["manifest"] = str(node.directory / "manifest.json")
         return json.dumps(placed, sort_keys=True)

@@ -23,7 +23,8 @@ class Placement(BaseModel):
     """Where and how a training runs; nothing in it enters a key.
 
     host: stable name of the host. device: `cpu`, `cuda`, `cuda:0`. threads: of the trainer's process. target_path: the
-    target's folder on this host, None for a random target. values: the placement fields of `TrainParams` by name
+    target's folder on this host, None for a random target. accept_env: why this attempt may go on although the probe has
+    drifted; empty to stop. values: the placement fields of `TrainParams` by name
     (`checkpoint_every`, `keep_states`, ...).
     """
 
@@ -32,6 +33,7 @@ class Placement(BaseModel):
     device: str = "cpu"
     threads: int = Field(1, ge=1)
     target_path: str | None = None
+    accept_env: str = ""
     values: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod

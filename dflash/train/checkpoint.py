@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash.base.canonical import canonical_json
@@ -36,6 +35,7 @@ from dflash.base.records import Artifact, CheckpointManifest, ParamsFile, Tensor
 from dflash.base.store import checkpoint_directory, read_params, stage_directory
 from dflash.model.drafter import Drafter
 from dflash.model.export import save_drafter
+from dflash.model.tensor_files import save_tensors
 from dflash.ship import artifact
 from dflash.train import schedule
 from dflash.train.telemetry import alert
@@ -148,7 +148,6 @@ class Writer:
         shutil.rmtree(root, ignore_errors=True)
         (root / "state").mkdir(parents=True)
         save_drafter(drafter, root / "drafter", self.metadata(step))
-        sort_header(root / "drafter" / "model.safetensors")
         write_state(root / "state", state, self.key)
         manifest = CheckpointManifest(
             key=self.key,
@@ -217,27 +216,6 @@ def is_full(error: BaseException) -> bool:
         error = error.__cause__
 
 
-def sort_header(path: Path) -> None:
-    """Puts the metadata of a safetensors file in order, in place: the library writes it in an order of its own each time,
-    and equal weights must be equal bytes.
-
-    Raises:
-        CorruptError: the file is not safetensors.
-    """
-    with path.open("r+b") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(size))
-        except ValueError as error:
-            raise CorruptError("not a safetensors header", where=str(path)) from error
-        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
-        content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(content) > size:
-            raise CorruptError(f"the header grows from {size} to {len(content)} bytes", where=str(path))
-        stream.seek(8)
-        stream.write(content.ljust(size))
-
-
 def tensor_facts(tensors: Mapping[str, Tensor]) -> list[TensorFact]:
     """Name, shape, dtype and bytes of each tensor, by name."""
     return [
@@ -256,10 +234,9 @@ def tensor_facts(tensors: Mapping[str, Tensor]) -> list[TensorFact]:
 
 def write_state(root: Path, state: State, key: str) -> None:
     """Writes the three files of a state into `root`."""
-    masters = {name: weight.detach().cpu().contiguous() for name, weight in state.masters.items()}
-    save_file(masters, root / "masters.safetensors")
+    save_tensors(state.masters, root / "masters.safetensors")
     extra = {f"generator.{name}": value for name, value in state.generators.items()}
-    save_file({**state.moments, **extra}, root / "moments.safetensors")
+    save_tensors({**state.moments, **extra}, root / "moments.safetensors")
     cursor = {"key": key, "next_step": state.next_step, "nonfinite": state.nonfinite, "history": state.history}
     write_json(root / "cursor.json", cursor)
 

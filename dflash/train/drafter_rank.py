@@ -106,6 +106,7 @@ class DrafterRank(Trainer):
         limit = token_limit(self.params.features_in_flight, largest, self.peers.roles)
         ends = load_target_ends(self.params, self.target_path, self.context.device)
         self.learner = StreamLearner(self.params, ends, self.config, self.context.device)
+        self.learner.forward.fix_shapes(self.plan)
         common = common_facts(self.params, self.directory, self.plan.batch(0))
         self.learner.tag, self.kernels = agree(self.peers, common, None, self.params.dtype)
         if self.peers.leads:

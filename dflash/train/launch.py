@@ -142,6 +142,43 @@ def stop(directory: Path, run: str, *, finish: bool = False, timeout: float = 60
     return marker
 
 
+def checkpoint_now(directory: Path, run: str, *, timeout: float = 3600.0, poll: float = 0.1) -> int:
+    """Has the trainer save the next step that completes, and waits until it has; returns the step.
+
+    The step joins the training's schedule. Where several ask at once one checkpoint serves them all.
+
+    Raises:
+        PermanentError: no trainer is at work, or it ended before it heard.
+        TransientError: no step was saved within `timeout` seconds.
+    """
+    if lease.holder(schedule.lease_path(directory)) is None:
+        raise PermanentError("no trainer is at work on it", where=str(directory), remedy="`dflash run` starts one.")
+    path = schedule.request_checkpoint(directory, run)
+    deadline = time.monotonic() + timeout
+    while True:
+        holder = lease.holder(schedule.lease_path(directory))
+        step = schedule.Request.read(path).step
+        if step is not None and schedule.exists(directory, step):
+            return step
+        if holder is None:
+            path.unlink(missing_ok=True)
+            existing = ", ".join(map(str, schedule.existing_steps(directory)))
+            raise PermanentError(
+                f"the trainer ended before it saved; saved are {existing or 'none'}",
+                where=str(directory),
+                remedy="`dflash run` goes on from the last checkpoint.",
+            )
+        if step is not None and step <= schedule.passed(directory):
+            _refuse_unsaved(directory, step, holder)
+        if time.monotonic() >= deadline:
+            raise TransientError(
+                f"no step was saved within {timeout:.0f} s",
+                where=str(directory),
+                remedy="The request stands; look into trainer.log.",
+            )
+        time.sleep(poll)
+
+
 def clear_stop(directory: Path) -> None:
     """Lets training go on after `stop` (`dflash run --resume`)."""
     (directory / "stop.json").unlink(missing_ok=True)

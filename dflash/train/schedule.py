@@ -1,6 +1,7 @@
 """Which steps of a training are to be saved, which exist, and how far it has got: the small files of a training's folder.
 
     schedule.json, schedule.lock   the union of the steps that any run asked for; changed and read under flock
+    checkpoint_now.json            somebody asks for a checkpoint of the next step; then which step it became
     status.json                    the last completed step, by whom; rewritten every step
     step_<n>/manifest.json         a checkpoint exists when this does
     step_<n>/state/                training can go on from there while this stands
@@ -21,7 +22,7 @@ from pydantic import Field
 
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.files import locked
-from dflash.base.records import LeaseRecord, Record
+from dflash.base.records import LeaseRecord, Record, now
 from dflash.base.store import checkpoint_directory
 from dflash.hosts import lease
 
@@ -34,6 +35,15 @@ class Schedule(Record):
     """`schedule.json`: steps to save, ascending. Training ends at the last of them."""
 
     steps: list[int]
+
+
+class Request(Record):
+    """`checkpoint_now.json`: who wants a checkpoint of the next step that completes. step: which it became; None so far."""
+
+    run: str
+    by: str
+    at: str
+    step: int | None = None
 
 
 class Status(Record):
@@ -85,6 +95,25 @@ def merge_steps(directory: Path, steps: Iterable[int]) -> list[int]:
         if new:
             Schedule(steps=merged).write(directory / "schedule.json")
     return merged
+
+
+def request_checkpoint(directory: Path, run: str) -> Path:
+    """Asks the trainer to save the next step that completes; returns the file in which it will say which that is."""
+    path = directory / "checkpoint_now.json"
+    with locked(schedule_lock(directory), why="the schedule of this training"):
+        Request(run=run, by=lease.user_name(), at=now()).write(path)
+    return path
+
+
+def serve_request(directory: Path, step: int) -> None:
+    """Adds `step` to the schedule if somebody asked for the next checkpoint. The caller holds the lock of the schedule."""
+    path = directory / "checkpoint_now.json"
+    if not path.exists():
+        return
+    request = Request.read(path)
+    if request.step is None:
+        Schedule(steps=sorted({*read_schedule(directory), step})).write(directory / "schedule.json")
+        request.model_copy(update={"step": step}).write(path)
 
 
 def refuse_passed(directory: Path, steps: Iterable[int]) -> None:

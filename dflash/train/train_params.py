@@ -99,11 +99,20 @@ class TrainParams(Params):
     anchor_chunk: int | None = placement(
         None, ge=1, unit="anchors", description="anchors of a forward; all when left out"
     )
+    micro_batch: int | None = placement(
+        None, ge=1, unit="samples", description="samples of a batch in one forward; all when left out"
+    )
+    activation_checkpointing: bool = placement(
+        False, description="compute the drafter's activations again in the backward pass, layer by layer"
+    )
+    compile: bool = placement(False, description="compile the drafter, in one fixed shape a length bucket")
     logit_chunk: int = placement(4096, ge=1, unit="rows", description="rows of logits that exist at once")
     max_nonfinite: int = placement(
         3, ge=1, unit="steps", description="steps in a row with a non-finite loss that end it"
     )
-    tracker: Literal["none"] = placement("none", description="where metrics go beside metrics.jsonl")
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = placement(
+        "none", description="where metrics go beside metrics.jsonl; needs the extra `track`"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainParams:
@@ -130,6 +139,8 @@ class TrainParams(Params):
                 )
             if self.mask_token_id in (*self.target.eos_token_ids, self.target.pad_token_id):
                 raise ValueError(f"mask_token_id {self.mask_token_id} is the target's end or padding token")
+        if self.micro_batch is not None and not self.topology.colocate:
+            raise ValueError("micro_batch cuts the batches of a colocated training only; lower anchor_chunk instead")
         if self.stop_at is not None and self.stop_at > self.schedule_steps:
             raise ValueError(
                 f"stop_at {self.stop_at} is beyond schedule_steps {self.schedule_steps}; "

@@ -42,11 +42,12 @@ from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease
 from dflash.model.drafter import Drafter, DrafterConfig
 from dflash.model.target import Target, check_features
-from dflash.train import checkpoint, schedule
+from dflash.train import checkpoint, preflight, probe, schedule, trackers
 from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
 from dflash.train.child import end_with_parent, leave_failure, resolved_params
 from dflash.train.continuation import load_parent
+from dflash.train.forward import DraftForward, parts
 from dflash.train.objective import labels_and_weights, objective
 from dflash.train.optimizer import Optimizer, learning_rate
 from dflash.train.prepare import check_tokens, drafter_config, load_checked_target
@@ -82,8 +83,9 @@ def _train(
     prepare_process(params, context)
     prepare_folder(params, workdir)
     trainer = Trainer(params, inputs, workdir, context, ending)
+    trackers.check_installed(params.tracker)
     trainer.begin()
-    trainer.train()
+    trainer.train_and_tell()
     return trainer.outputs()
 
 
@@ -156,6 +158,7 @@ class Learner:
             self.masters = {name: weight.detach().clone() for name, weight in self.masters.items()}
             self.drafter.to(self.compute)
         self.weights: dict[str, Tensor] = dict(self.drafter.named_parameters())
+        self.forward = DraftForward(params, self.drafter)
         self.optimizer = Optimizer(self.masters, params)
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
@@ -207,15 +210,14 @@ class Learner:
         ready = time.perf_counter()
         features = self.features(input_ids, attention_mask, batch)
         drafted = time.perf_counter()
-        hidden = self.drafter(
+        hidden = self.forward(
             features,
             input_ids,
             anchors,
             self.target.embed,
             anchor_valid=valid,
             attention_mask=attention_mask,
-            anchor_chunk=self.params.anchor_chunk,
-            recompute=self.params.anchor_chunk is not None,
+            bucket=batch.bucket,
         )
         labels, weights = labels_and_weights(
             input_ids, loss_mask, anchors, self.params.block_size, gamma=self.params.gamma, anchor_valid=valid
@@ -291,19 +293,27 @@ class Trainer:
         self.parent: dict[str, Any] | None = None
         self.saved: list[int] = []
         self.alert = ""
+        self.accepted: list[dict[str, Any]] = []
         self.kernels: dict[str, Any] = {}
         self._last_due = 0
         self._schedule: tuple[tuple[int, int], list[int]] | None = None
 
     def begin(self) -> None:
         """Loads and checks everything, resumes, and writes down what will run. No batch is read before that is on disk."""
+        done = max(schedule.resumable_steps(self.directory), default=0)
+        preflight.check_disk(self.params, self.config, self.directory, sum(step > done for step in self.scheduled()))
         self.samples = load_train_samples(self.dataset.directory)
         check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)
         self.plan = batch_plan(self.samples, self.dataset, self.buckets)
         target = load_checked_target(self.params, self.target_path, self.context.device)
         self.kernels = target.kernels.to_dict()
         self.learner = Learner(self.params, target, self.config, self.context.device)
+        self.learner.forward.fix_shapes(self.plan)
+        self.accepted = self._probe()  # while the drafter has the weights that the seed drew
         self._resume()
+        preflight.check_memory(
+            self.params, self.config, self.plan, target, self.context.device, has_moments=self.step > 0
+        )
         self._open()
 
     def _open(self) -> None:
@@ -319,6 +329,17 @@ class Trainer:
         held = lease.holder(schedule.lease_path(self.directory))
         self.lease = (held.pid, held.start) if held is not None else (os.getpid(), "")
         self._tell_status()
+
+    def _probe(self) -> list[dict[str, Any]]:
+        subject = probe.Subject(self.params, self.learner.target, self.learner.drafter, self.context.device)
+        return probe.attend(
+            self.directory,
+            subject,
+            collect(self.kernels),
+            resumed=bool(schedule.existing_steps(self.directory)),
+            attempt=self.context.attempt,
+            accept=str(self.context.placement.get("accept_env", "")),
+        )
 
     def _resume(self) -> None:
         state = checkpoint.newest_state(self.directory, self.directory.name)
@@ -416,6 +437,12 @@ class Trainer:
         ):
             raise PermanentError(self.alert, where=str(self.directory), remedy="Free some space and run again.")
 
+    def train_and_tell(self) -> None:
+        """Trains, and tells a tracker what the metrics say while it does."""
+        told = {name: document.params for name, document in self.writer.params_files.items()}
+        with trackers.following(self.params.tracker, self.directory, told):
+            self.train()
+
     def outputs(self) -> Outputs:
         """What this attempt has saved."""
         files = [f"step_{step}/drafter/{name}" for step in self.saved for name in ("config.json", "model.safetensors")]
@@ -479,8 +506,9 @@ class Trainer:
     def _learn(self, batches: Sequence[Batch]) -> StepSums:
         """Adds up the gradients of a step's batches."""
         sums = StepSums()
-        for batch in batches:
-            self.learner.add(batch, self.samples, sums)
+        with preflight.memory_explained(f"step {self.step + 1}"):
+            for part in parts(batches, self.params.micro_batch):
+                self.learner.add(part, self.samples, sums)
         sums.stalled_seconds = {"data": sums.data_seconds}
         return sums
 
@@ -516,6 +544,7 @@ class Trainer:
         # Under the lock of the schedule: whoever adds this very step either comes before and is served, or comes after and
         # reads that it has been passed.
         with locked(schedule.schedule_lock(self.directory)):
+            schedule.serve_request(self.directory, self.step)
             due = self.step in self.scheduled() or self.ending.is_set()
             if not due:
                 self._tell_status()
@@ -562,7 +591,7 @@ class Trainer:
         codes = list(dict.fromkeys(record.code for record in records)) or [
             self.writer.params_files["train"].code.digest
         ]
-        return Lineage(parent=self.parent, attempts=attempts or self.history, code=codes)
+        return Lineage(parent=self.parent, attempts=attempts or self.history, code=codes, accepted=self.accepted)
 
     def _tell_status(self, *, ending: bool = False) -> None:
         pid, start = self.lease
@@ -625,7 +654,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             device=placement.device,
             threads=placement.threads,
             attempt=attempt.attempt,
-            placement=placement.values,
+            placement={**placement.values, "accept_env": placement.accept_env},
             progress=Progress("train"),
         )
         _train(params, inputs, arguments.directory, context, ending)

@@ -210,12 +210,23 @@ def test_a_full_disk_costs_a_checkpoint_and_never_the_training(
         small_disk.wait(2)
 
 
-def test_a_last_checkpoint_that_does_not_fit_is_a_failure_not_a_success(small_disk: Training) -> None:
-    (small_disk.directory / "metrics.jsonl").touch()
-    schedule.merge_steps(small_disk.directory, [2])
-    fill(small_disk.directory, leave=60_000)
+def test_a_last_checkpoint_that_does_not_fit_is_a_failure_not_a_success(
+    small_disk: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash.train.trainer import Trainer
+
+    real = Trainer.one_step
+
+    def one_step(self: Trainer, index: int) -> Any:
+        fill(small_disk.directory, leave=60_000)
+        return real(self, index)
+
+    monkeypatch.setattr(Trainer, "one_step", one_step)
     with pytest.raises(PermanentError, match="the disk is full"):
-        small_disk.run(2)
+        small_disk.run(1)
+    monkeypatch.undo()
+    with pytest.raises(PermanentError, match=r"the next 1 checkpoints need .* are free"):
+        small_disk.run(1, attempt=2)
     (small_disk.directory / "filler").unlink()
-    small_disk.run(2, attempt=2)
-    assert schedule.existing_steps(small_disk.directory) == [2]
+    small_disk.run(2, attempt=3)
+    assert schedule.existing_steps(small_disk.directory) == [1, 2]

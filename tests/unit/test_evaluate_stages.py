@@ -31,6 +31,7 @@ from dflash.evaluate.references_params import PromptSet, ReferencesParams
 from dflash.evaluate.samples import text_pieces
 from dflash.model.drafter import Drafter
 from dflash.model.export import save_drafter
+from dflash.model.probe import Probe
 from dflash.model.target import byte_tokenizer
 
 TRAINED = [f"train on {number}" for number in range(4)]
@@ -367,3 +368,45 @@ def test_text_pieces_join_to_the_decoded_text_with_characters_of_several_tokens(
     assert len(pieces) == len(ids)
     assert "".join(pieces) == "naïve 日本 🙂!"
     assert text_pieces(byte_tokenizer(), ids[:-2])[-1] == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_an_evaluation_compares_its_kernels_with_those_of_the_training_and_says_the_gap(road: Road) -> None:
+    road.references()
+    road.checkpoint(half_trained("dense")[0].drafter)
+    assert road.evaluate(road.inputs(), "unprobed").results["kernel_gap"] == {"torch": None}
+    recorded = Probe.read(road.root / "references" / "probe.safetensors")
+    recorded.write(road.root / "train" / "probe.safetensors")
+    assert road.evaluate(road.inputs(), "same").results["kernel_gap"]["torch"]["error"] == 0.0
+    other = {**recorded.tensors, "features.0": recorded.tensors["features.0"] * 1.0005}
+    Probe(other, recorded.facts).write(road.root / "train" / "probe.safetensors")
+    gap = road.evaluate(road.inputs(), "near").results["kernel_gap"]["torch"]
+    assert gap["error"] == pytest.approx(0.0005, rel=0.01)
+    other["features.0"] = recorded.tensors["features.0"] * 1.01
+    Probe(other, recorded.facts).write(road.root / "train" / "probe.safetensors")
+    with pytest.raises(PermanentError, match="under torch kernels are not those it was trained on"):
+        road.evaluate(road.inputs(), "far")
+
+
+def test_a_target_loaded_again_for_an_evaluation_must_be_that_of_the_references(
+    road: Road, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    road.references(placement={"features_cache_gb": 0.0})
+    road.checkpoint(half_trained("dense")[0].drafter)
+    real = evaluate.load_target
+
+    def nudged(*arguments: Any, **named: Any) -> Any:
+        target = real(*arguments, **named)
+        target.model.model.layers[0].mlp.up_proj.weight.data[3] += 0.1
+        return target
+
+    monkeypatch.setattr(evaluate, "load_target", nudged)
+    with pytest.raises(PermanentError, match="other features than when its references were made"):
+        road.evaluate(road.inputs())
+
+
+def test_references_made_again_are_the_same_bytes(road: Road) -> None:
+    for number in range(6):  # the metadata of a file would come in a random order
+        road.references(f"made-{number}")
+    folders = [road.root / f"made-{number}" for number in range(6)]
+    for name in ("references.parquet", "features-0.safetensors", "features.json", "probe.safetensors"):
+        assert len({(folder / name).read_bytes() for folder in folders}) == 1, name

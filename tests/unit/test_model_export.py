@@ -72,6 +72,16 @@ def test_a_lone_file_still_explains_itself(exported: Path) -> None:
     assert read_metadata(exported / "model.safetensors") == {"config": '{"lr": 1}', "format": "pt"}
 
 
+def test_equal_weights_are_equal_bytes_whatever_the_order_of_the_metadata(drafter: Drafter, tmp_path: Path) -> None:
+    told = {f"fact {number}": "x" * number for number in range(20)}
+    files = []
+    for place, metadata in (("one", told), ("two", dict(reversed(told.items())))):
+        save_drafter(drafter, tmp_path / place, metadata)
+        files.append((tmp_path / place / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+    assert read_metadata(tmp_path / "one" / "model.safetensors") == {**told, "format": "pt"}
+
+
 def test_an_export_for_serving_is_bfloat16_and_leaves_the_masters_alone(drafter: Drafter, tmp_path: Path) -> None:
     save_drafter(drafter, tmp_path, dtype=torch.bfloat16)
     assert {weight.dtype for weight in load_drafter(tmp_path).parameters()} == {torch.bfloat16}

@@ -98,3 +98,14 @@ def test_a_training_that_continues_a_state_counts_on_from_there() -> None:
     ]
     with pytest.raises(ValueError, match="training ends at step 20"):
         TrainParams.model_validate({**values, "stop_at": 20})
+
+
+def test_a_request_becomes_the_next_step_once(tmp_path: Path) -> None:
+    schedule.merge_steps(tmp_path, [9])
+    schedule.serve_request(tmp_path, 3)
+    assert schedule.read_schedule(tmp_path) == [9]
+    path = schedule.request_checkpoint(tmp_path, "demo")
+    for step in (4, 5):
+        schedule.serve_request(tmp_path, step)
+    assert schedule.read_schedule(tmp_path) == [4, 9]
+    assert (schedule.Request.read(path).run, schedule.Request.read(path).step) == ("demo", 4)
