@@ -28,6 +28,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
@@ -325,6 +326,38 @@ def load_target(
             remedy="Fetch it again.",
         )
     return Target(_place(model, dtype, device), load_tokenizer(path), kernels=kernels, form=form)
+
+
+def load_ends(source: str | Path | Mapping[str, Any], dtype: str = "float32", device: str = "cpu") -> Target:
+    """Embedding, head and tokenizer of a target and none of its layers: what a drafter needs when features come from
+    elsewhere. Of a directory only those tensors are read (2 * V * H numbers).
+
+    Raises:
+        ConfigError, CorruptError, PermanentError: as `load_target`.
+    """
+    if isinstance(source, Mapping):
+        target = random_target(source, dtype, "cpu")
+        target.model.model.layers = nn.ModuleList()
+        return Target(_place(target.model, dtype, device), target.tokenizer)
+    path = Path(source)
+    _model_type(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.layer_types = 0, []
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=_dtype(dtype),
+        attn_implementation="sdpa",
+        output_loading_info=True,
+        local_files_only=True,
+    )
+    model, info = loaded
+    if info["missing_keys"]:
+        raise CorruptError(
+            f"the checkpoint lacks {min(info['missing_keys'])}", where=str(path), remedy="Fetch it again."
+        )
+    return Target(_place(model, dtype, device), load_tokenizer(path))
 
 
 def load_tokenizer(source: str | Path | Mapping[str, Any]) -> Any:

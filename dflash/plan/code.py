@@ -31,6 +31,7 @@ INERT: dict[str, str] = {
     "dflash.hosts.lease": "who may use a GPU, and when",
     "dflash.ship.artifact": "digests files that are already written",
     "dflash.train.attempts": "records when and how trainers were started",
+    "dflash.train.children": "starts, watches and ends the ranks of a training",
     "dflash.train.launch": "starts, watches and stops the trainer",
     "dflash.train.schedule": "which steps are saved: placement",
     "dflash.train.telemetry": "writes down how fast training goes",

@@ -48,7 +48,11 @@ class Placement(BaseModel):
 
 
 class Attempt(Record):
-    """`attempts/<n>.json`. `exit` is the trainer's exit status, `signal` the signal that killed it; None while it runs."""
+    """`attempts/<n>.json`. `exit` is the trainer's exit status, `signal` the signal that killed it; None while it runs.
+
+    Of several ranks those of the rank to blame count, and `cause` names it with its host, step and last line; `rank_pids`
+    are theirs by rank, and `trainer_pid` is that of the lead. An attempt that torchrun started knows its lead only.
+    """
 
     attempt: int
     run: str
@@ -56,10 +60,12 @@ class Attempt(Record):
     argv: list[str]
     launcher_pid: int
     trainer_pid: int | None = None
+    rank_pids: list[int] = Field(default_factory=list)
     start: str
     end: str | None = None
     exit: int | None = None
     signal: str | None = None
+    cause: str = ""
     code: str
     placement: Placement
 

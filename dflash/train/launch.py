@@ -3,9 +3,10 @@
     python -m dflash.train.launch --directory DIR --store STORE --placement FILE --run NAME [--invocation ID] [--foreground]
 
 The launcher leaves the session and process group it was called from, ignores SIGHUP, writes to `trainer.log`, takes the
-lease, records the attempt, starts the trainer as its child and waits for it. Both hold the lease: it is free only when both
-are gone. If the launcher dies the trainer sees that its parent has changed, and ends itself; if the trainer dies the
-launcher records how. Whoever waits for a checkpoint holds nothing and may be killed without harm.
+lease, records the attempt, starts the trainer as its child and waits for it (with `topology.colocate: false` one child a
+rank, see `children.py`). All of them hold the lease: it is free only when all are gone. If the launcher dies the trainer
+sees that its parent has changed, and ends itself; if the trainer dies the launcher records how. Whoever waits for a
+checkpoint holds nothing and may be killed without harm.
 
 Costs: a launcher is a Python process without torch, about 40 MB, asleep; a waiter looks five times a second at two files.
 """
@@ -33,6 +34,9 @@ from dflash.hosts import lease
 from dflash.hosts.host import LocalHost
 from dflash.train import schedule
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numbers, attempt_path
+from dflash.train.children import Children, Ended
+from dflash.train.roles import Roles, rank_device
+from dflash.train.train_params import Topology
 
 POLL = 0.2
 """Seconds between two looks of a waiter."""
@@ -188,10 +192,11 @@ def _leave_marker(directory: Path, run: str, finish: bool) -> StopMarker:
 
 
 def _is_launcher(holder: LeaseRecord) -> bool:
-    """Whether the pid is a launcher still: a trainer that outlives its launcher for a moment holds the lease under a pid
-    that may already be somebody else's."""
+    """Whether the pid is a launcher still, or the lead that torchrun started: a trainer that outlives its launcher for a
+    moment holds the lease under a pid that may already be somebody else's."""
     try:
-        return b"dflash.train.launch" in Path(f"/proc/{holder.pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{holder.pid}/cmdline").read_bytes()
+        return b"dflash.train.launch" in command or b"dflash.train.ranks" in command
     except OSError:
         return False
 
@@ -269,6 +274,8 @@ def _last_end(directory: Path) -> str:
     if not numbers:
         return ""
     attempt = Attempt.read(attempt_path(directory, numbers[-1]))
+    if attempt.cause:
+        return f" (attempt {attempt.attempt}: {attempt.cause})"
     if attempt.signal:
         return f" (attempt {attempt.attempt} was killed by {attempt.signal})"
     if attempt.end is None:
@@ -340,13 +347,21 @@ class _Launcher:
         self.invocation: str = invocation_id(arguments.invocation)
         self.params = read_params(self.directory)
         self.placement = Placement.read(arguments.placement)
-        self.child: subprocess.Popen[bytes] | None = None
+        self.topology = self._read_topology()
+        self.child: subprocess.Popen[bytes] | Children | None = None
         self.ending = False
+
+    def _read_topology(self) -> Topology:
+        try:
+            return Topology.model_validate(self.placement.values.get("topology", {}))
+        except ValueError as error:
+            raise ConfigError(f"not a topology: {error}", where="train.topology") from error
 
     def take_lease(self) -> lease.Lease:
         """Takes the lease of the training and those of its GPUs, and refuses a training that was stopped meanwhile."""
         paths = {schedule.lease_path(self.directory): f"training {self.params.key}"}
-        paths |= lease.gpu_leases(self.placement.device)
+        for rank in range(1 if self.topology.colocate else self.topology.targets + self.topology.drafters):
+            paths |= lease.gpu_leases(rank_device(self.placement.device, rank))
         held = lease.acquire(paths, lease.new_record(f"training {self.params.key}", self.params.key, self.run))
         try:
             refuse_stopped(self.directory)
@@ -359,7 +374,8 @@ class _Launcher:
     def attend(self, held: lease.Lease) -> int:
         """Runs one trainer to its end; returns its exit status (128 + signal when it was killed)."""
         number = max(attempt_numbers(self.directory), default=0) + 1
-        argv = [sys.executable, "-m", "dflash.train.trainer", "--directory", str(self.directory)]
+        module = "dflash.train.trainer" if self.topology.colocate else "dflash.train.ranks"
+        argv = [sys.executable, "-m", module, "--directory", str(self.directory)]
         argv += ["--store", str(self.store), "--attempt", str(number), "--parent", str(os.getpid())]
         attempt = Attempt(
             attempt=number,
@@ -375,19 +391,41 @@ class _Launcher:
         attempt.write(path)
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, self._forward)
-        self.child = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, pass_fds=held.descriptors, env=self._child_environment()
-        )
-        attempt.trainer_pid = self.child.pid
+        self.child = self._start(argv, held, attempt)
         attempt.write(path)
         if self.ending:  # asked before there was a child to tell
             self.child.terminate()
-        status = self.child.wait()
+        ended = self.child.wait()
+        if isinstance(ended, Ended):
+            attempt.cause = self._cause(ended, number)
+            ended = ended.status
+        status = ended
         attempt.end = now()
         attempt.exit = status if status >= 0 else None
         attempt.signal = signal.Signals(-status).name if status < 0 else None
         attempt.write(path)
         return status if status >= 0 else 128 - status
+
+    def _start(self, argv: list[str], held: lease.Lease, attempt: Attempt) -> subprocess.Popen[bytes] | Children:
+        environment = self._child_environment()
+        if self.topology.colocate:
+            child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=held.descriptors, env=environment)
+            attempt.trainer_pid = child.pid
+            return child
+        roles = Roles(self.topology.targets, self.topology.drafters)
+        children = Children(argv, roles, environment, held.descriptors, self.placement.host)
+        attempt.trainer_pid, attempt.rank_pids = children.pids[roles.lead], children.pids
+        return children
+
+    def _cause(self, ended: Ended, number: int) -> str:
+        """Which rank ended the attempt, with the step it was in; also the last line of the log."""
+        if not ended.cause:
+            return ""
+        status = schedule.read_status(self.directory)
+        begun = status is not None and status.attempt == number
+        cause = f"step {status.step + 1 if begun and status else 'not begun'}: {ended.cause}"
+        print(f"{now()} the job ends in {cause}", file=sys.stderr, flush=True)
+        return cause
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.ending = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dflash.base.params import Params, derived, keyed, placement
 from dflash.model.target_params import Dtype, Kernels, TargetIdentity
@@ -21,11 +21,19 @@ class ContinueFrom(Params):
 
 
 class Topology(Params):
-    """`train.topology:` how many ranks play each role. This version trains one of each, in one process."""
+    """`train.topology:` how many processes play each role. Batch i of a step goes to target i mod `targets` and drafter
+    i mod `drafters`; more ranks of a role than `batching.batches_per_step` would idle, and are refused."""
 
-    targets: Literal[1] = placement(1, description="ranks that compute target features")
-    drafters: Literal[1] = placement(1, description="ranks that learn")
-    colocate: Literal[True] = placement(True, description="both roles in one process")
+    colocate: bool = placement(True, description="both roles in one process (one GPU, or none); needs one rank each")
+    targets: int = placement(1, ge=1, unit="ranks", description="processes that compute target features")
+    drafters: int = placement(1, ge=1, unit="ranks", description="processes that learn")
+
+    @field_validator("targets", "drafters")
+    @classmethod
+    def _one_of_each(cls, ranks: int, info: ValidationInfo) -> int:
+        if ranks > 1 and info.data.get("colocate", True):
+            raise ValueError(f"{ranks} ranks need processes of their own: set `colocate: false`")
+        return ranks
 
 
 class TrainParams(Params):
@@ -78,6 +86,16 @@ class TrainParams(Params):
     )
     keep_states: int = placement(2, ge=1, unit="checkpoints", description="how many resumable states stay")
     topology: Topology = placement(Topology(), description="ranks by role")
+    features_in_flight: int | None = placement(
+        None,
+        ge=1,
+        unit="tokens",
+        description="most tokens of features that a drafter holds or has asked for, padding counted; "
+        "two batches a target when left out",
+    )
+    rank_timeout: int = placement(
+        900, ge=1, unit="seconds", description="a rank that waits so long for another ends the job"
+    )
     anchor_chunk: int | None = placement(
         None, ge=1, unit="anchors", description="anchors of a forward; all when left out"
     )

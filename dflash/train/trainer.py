@@ -1,5 +1,7 @@
 """Trains a drafter: target features -> drafter -> objective -> update, in one process (roles colocated).
 
+With `topology.colocate: false` the roles are processes of their own (`ranks.py`), and the loop below is the drafters'.
+
 A step is `batches_per_step` batches of the plan. Loss and gradient are sums over all of them divided once by the sum of the
 weights, so neither depends on how a step is cut. Nothing is drawn from a stream: batches are a function of the step, anchors
 of (seed, sample, epoch), so a resumed training does what an undisturbed one would have done, bit for bit on a CPU.
@@ -29,25 +31,25 @@ import torch
 from torch import Tensor
 
 from dflash.base.environment import collect, store_environment
-from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError
+from dflash.base.errors import CorruptError, DflashError, PermanentError
 from dflash.base.files import locked, write_json
 from dflash.base.progress import Progress
-from dflash.base.records import Failure, Lineage, MetricsLine, Receipt, now
-from dflash.base.stage import HostContext, Inputs, Outputs
+from dflash.base.records import Lineage, MetricsLine, Receipt, now
+from dflash.base.stage import HostContext, Inputs, Outputs, Upstream
 from dflash.base.store import load_inputs, read_params
 from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_samples
 from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease
 from dflash.model.drafter import Drafter, DrafterConfig
-from dflash.model.identity import target_source
-from dflash.model.taps import default_taps
-from dflash.model.target import Target, check_features, load_target
+from dflash.model.target import Target, check_features
 from dflash.train import checkpoint, schedule
 from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
+from dflash.train.child import end_with_parent, leave_failure, resolved_params
 from dflash.train.continuation import load_parent
 from dflash.train.objective import labels_and_weights, objective
 from dflash.train.optimizer import Optimizer, learning_rate
+from dflash.train.prepare import check_tokens, drafter_config, load_checked_target
 from dflash.train.telemetry import Metrics, alert
 from dflash.train.train_params import TrainParams
 
@@ -73,112 +75,31 @@ def run(params: TrainParams, inputs: Inputs, workdir: Path, host_context: HostCo
 def _train(
     params: TrainParams, inputs: Inputs, workdir: Path, context: HostContext, ending: threading.Event
 ) -> Outputs:
+    if not params.topology.colocate:
+        from dflash.train.ranks import run_rank
+
+        return run_rank(params, inputs, workdir, context, ending)
+    prepare_process(params, context)
+    prepare_folder(params, workdir)
+    trainer = Trainer(params, inputs, workdir, context, ending)
+    trainer.begin()
+    trainer.train()
+    return trainer.outputs()
+
+
+def prepare_process(params: TrainParams, context: HostContext) -> None:
+    """Threads, seed and determinism of this process."""
     torch.set_num_threads(context.threads)
     torch.manual_seed(params.seed)
     if context.device == "cpu":
         torch.use_deterministic_algorithms(True)
+
+
+def prepare_folder(params: TrainParams, workdir: Path) -> None:
+    """A schedule where there is none, and nothing left of a killed trainer."""
     if not schedule.read_schedule(workdir):
         schedule.merge_steps(workdir, params.steps())
     checkpoint.sweep(workdir)
-    trainer = Trainer(params, inputs, workdir, context, ending)
-    trainer.begin()
-    trainer.train()
-    files = [f"step_{step}/drafter/{name}" for step in trainer.saved for name in ("config.json", "model.safetensors")]
-    return Outputs(files, results={"step": trainer.step, "saved": trainer.saved}, kernels=trainer.kernels)
-
-
-# ---------------------------------------------------------------- what is trained, and on what
-
-
-def mask_token(params: TrainParams) -> int:
-    """The token that stands in the empty slots of a block.
-
-    Raises:
-        ConfigError: neither the config nor the target names one.
-    """
-    token = params.mask_token_id if params.mask_token_id is not None else params.target.mask_token_id
-    if token is None:
-        raise ConfigError(
-            "the target has no mask token", where="train.mask_token_id", remedy="Name a token that no text holds."
-        )
-    return token
-
-
-def drafter_config(params: TrainParams) -> DrafterConfig:
-    """The drafter's shape, with what was left out filled in from the target.
-
-    Raises:
-        ConfigError: a shape that makes no sense; names the field.
-    """
-    target = params.target
-    heads = params.num_attention_heads or target.hidden_size // params.head_dim
-    taps = params.target_layer_ids or default_taps(target.num_layers, params.num_draft_layers)
-    return DrafterConfig(
-        hidden_size=target.hidden_size,
-        num_hidden_layers=params.num_draft_layers,
-        block_size=params.block_size,
-        vocab_size=target.vocab_size,
-        intermediate_size=params.intermediate_size or 3 * target.hidden_size,
-        num_attention_heads=heads,
-        num_key_value_heads=params.num_key_value_heads or heads,
-        head_dim=params.head_dim,
-        num_target_layers=target.num_layers,
-        target_layer_ids=tuple(taps),
-        mask_token_id=mask_token(params),
-        layer_types=tuple(params.layer_types or ["full_attention"] * params.num_draft_layers),
-        sliding_window=params.sliding_window,
-        rope_theta=params.rope_theta,
-        rms_norm_eps=params.rms_norm_eps,
-    )
-
-
-def load_checked_target(params: TrainParams, path: Path | None, device: str) -> Target:
-    """The target that the key names, on `device`, running the kernels that were asked for.
-
-    Raises:
-        PermanentError: it is not there, has another digest, other sizes, or other kernels are bound.
-    """
-    identity = params.target
-    source = target_source(identity, path)
-    target = load_target(source, params.dtype, device, kernels=params.kernels)
-    facts = target.facts
-    for name, found_size, wanted in (
-        ("vocab_size", facts.vocab_size, identity.vocab_size),
-        ("hidden_size", facts.hidden_size, identity.hidden_size),
-        ("num_layers", facts.num_layers, identity.num_layers),
-    ):
-        if found_size != wanted:
-            raise PermanentError(
-                f"the loaded target has {name} {found_size}, the recorded one {wanted}", where="target"
-            )
-    return target
-
-
-def check_tokens(samples: Samples, vocab_size: int, mask_token_id: int) -> None:
-    """Refuses a dataset that this drafter cannot learn from. One read of the file (480 MB/s).
-
-    Raises:
-        PermanentError: no sample, no trainable token, a token outside the vocabulary, or the mask token; names the sample.
-    """
-    where = str(samples.path)
-    if len(samples) == 0:
-        raise PermanentError("the dataset has no training sample", where=where, remedy="Look at the dataset's ledger.")
-    if not bool((samples.lengths - samples.prompt_lengths >= 2).any()):
-        raise PermanentError("no sample has two tokens to learn from; the loss mask is all zero", where=where)
-    for row in range(len(samples)):
-        tokens = samples.tokens(row)
-        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-        if len(outside):
-            raise PermanentError(
-                f"sample {samples.ids[row]} holds token {outside[0]}; the target's vocabulary has {vocab_size}",
-                where=where,
-            )
-        if (tokens == mask_token_id).any():
-            raise PermanentError(
-                f"sample {samples.ids[row]} holds the mask token {mask_token_id}",
-                where=where,
-                remedy="Choose a train.mask_token_id that no text holds.",
-            )
 
 
 # ---------------------------------------------------------------- one step
@@ -198,7 +119,15 @@ class StepSums:
     data_seconds: float = 0.0
     correct: np.ndarray | None = None
     counts: np.ndarray | None = None
-    batches: list[Batch] = field(default_factory=list)
+    stalled_seconds: dict[str, float] = field(default_factory=dict)
+    features_waiting: list[int] = field(default_factory=list)
+
+    def tokens_per_second(self) -> dict[str, float]:
+        """What each role would do if it never waited: tokens over the seconds it worked."""
+        return {
+            "target": self.tokens / max(self.target_seconds, 1e-9),
+            "drafter": self.tokens / max(self.drafter_seconds, 1e-9),
+        }
 
     def accuracy_by_slot(self, block_size: int) -> list[float | None]:
         """Accuracy of slots 1 to block_size - 1; None where nothing was supervised."""
@@ -243,10 +172,10 @@ class Learner:
         with torch.no_grad():
             for name, weight in weights.items():
                 self.masters[name].copy_(weight)
-        self._publish()
+        self.publish()
 
     @torch.no_grad()
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """Rounds the masters into the weights that compute."""
         for name, weight in self.weights.items():
             if weight is not self.masters[name]:
@@ -302,7 +231,6 @@ class Learner:
         sums.anchors += int(valid.sum())
         sums.tokens += int(batch.lengths.sum())
         sums.padded += batch.padded_tokens
-        sums.batches.append(batch)
         sums.data_seconds += ready - started
         sums.target_seconds += drafted - ready
         sums.drafter_seconds += time.perf_counter() - drafted
@@ -330,7 +258,7 @@ class Learner:
             gradients = [master.grad for master in self.masters.values() if master.grad is not None]
             torch._foreach_mul_(gradients, self.params.clip / (norm + 1e-6))
         self.optimizer.step(learning_rate(self.params, step))
-        self._publish()
+        self.publish()
 
     def clear_gradients(self) -> None:
         """Forgets the gradients of a step."""
@@ -359,22 +287,27 @@ class Trainer:
         self.step = self.first_step = 0
         self.nonfinite = 0
         self.history: list[dict[str, int]] = []
+        self.generators: dict[str, Tensor] = {}
         self.parent: dict[str, Any] | None = None
         self.saved: list[int] = []
         self.alert = ""
         self.kernels: dict[str, Any] = {}
+        self._last_due = 0
         self._schedule: tuple[tuple[int, int], list[int]] | None = None
 
     def begin(self) -> None:
         """Loads and checks everything, resumes, and writes down what will run. No batch is read before that is on disk."""
         self.samples = load_train_samples(self.dataset.directory)
         check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)
-        batching = BucketsParams.model_validate(self.buckets.params.params)
-        self.plan = BatchPlan(self.samples.lengths, self.samples.ids, batching, self.dataset.params.key)
+        self.plan = batch_plan(self.samples, self.dataset, self.buckets)
         target = load_checked_target(self.params, self.target_path, self.context.device)
         self.kernels = target.kernels.to_dict()
         self.learner = Learner(self.params, target, self.config, self.context.device)
         self._resume()
+        self._open()
+
+    def _open(self) -> None:
+        """Writes down what will run and opens what is written while it does."""
         self.writer = checkpoint.Writer(
             self.directory,
             checkpoint.collect_params(self.directory, self.store, "train"),
@@ -402,6 +335,7 @@ class Trainer:
         if state is not None:
             self.learner.load_weights(state.masters)
             self.learner.optimizer.load(state.moments)
+            self.generators = state.generators
             checkpoint.restore_generators(state.generators)
             self.step, self.nonfinite, self.history = state.next_step, state.nonfinite, list(state.history)
         self.first_step = self.step
@@ -431,10 +365,13 @@ class Trainer:
             "placement": {**self.params.placement_values(), "host": self.context.host, "device": self.context.device},
             "dataset": found["dataset"],
             "buckets": {**found["buckets"], "table": table},
-            "topology": {"targets": 1, "drafters": 1, "colocate": True, "world_size": 1},
+            "topology": self._topology(),
             "kernels": self.kernels,
             "environment": collect(self.kernels),
         }
+
+    def _topology(self) -> dict[str, Any]:
+        return {"targets": 1, "drafters": 1, "colocate": True, "world_size": 1}
 
     def _write_down(self) -> None:
         environment = self.writer.manifest["environment"]
@@ -467,16 +404,11 @@ class Trainer:
         Raises:
             PermanentError: too many non-finite steps in a row, or the last step could not be saved.
         """
-        progress = self.context.progress
         while self._more_to_do():
             line = self.one_step(self.step)
             self.step += 1
-            self.metrics.write(line)
+            self._tell(line)
             self._after_step()
-            rate = line.tokens / max(line.seconds, 1e-9)
-            progress.update(self.step - self.first_step, max(self.scheduled()) - self.first_step, "steps")
-            if self.step == self.first_step + 1:
-                progress.say(f"step {self.step}: loss {line.loss:.4f}, {rate:,.0f} tok/s")
         if (
             self.alert
             and self.step == max(self.scheduled(), default=0)
@@ -484,11 +416,27 @@ class Trainer:
         ):
             raise PermanentError(self.alert, where=str(self.directory), remedy="Free some space and run again.")
 
+    def outputs(self) -> Outputs:
+        """What this attempt has saved."""
+        files = [f"step_{step}/drafter/{name}" for step in self.saved for name in ("config.json", "model.safetensors")]
+        return Outputs(files, results={"step": self.step, "saved": self.saved}, kernels=self.kernels)
+
+    def _tell(self, line: MetricsLine) -> None:
+        """A line of metrics, and one for people."""
+        self.metrics.write(line)
+        progress = self.context.progress
+        progress.update(self.step - self.first_step, max(self.scheduled()) - self.first_step, "steps")
+        if self.step == self.first_step + 1:
+            rate = line.tokens / max(line.seconds, 1e-9)
+            progress.say(f"step {self.step}: loss {line.loss:.4f}, {rate:,.0f} tok/s")
+
     def _more_to_do(self) -> bool:
         # Under the lock of the schedule: whoever adds a step either comes before and is served, or comes after and reads
         # that this trainer is ending.
         with locked(schedule.schedule_lock(self.directory)):
-            more = not self.ending.is_set() and self.step < max(self.scheduled(), default=0)
+            # Who is asked to end after the last step was passed unsaved makes one more, and saves that.
+            may_end = self.step == self.first_step or self.step == self._last_due
+            more = not (may_end and self.ending.is_set()) and self.step < max(self.scheduled(), default=0)
             if not more:
                 self._tell_status(ending=True)
         return more
@@ -496,14 +444,13 @@ class Trainer:
     def one_step(self, index: int) -> MetricsLine:
         """Trains on the batches of step `index` (from 0) and returns its line of metrics."""
         started = time.perf_counter()
-        sums = StepSums()
+        batches = self.plan.step(index)
         self.learner.clear_gradients()
-        for batch in self.plan.step(index):
-            self.learner.add(batch, self.samples, sums)
+        sums = self._learn(batches)
         norm = self.learner.gradient_norm(sums.weight)
         loss = sums.loss / sums.weight if sums.weight > 0 else 0.0
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._skip_nonfinite(index + 1, loss, norm, sums)
+            self._skip_nonfinite(index + 1, loss, norm, batches)
         else:
             self.nonfinite = 0
             if sums.weight > 0:  # a step without a single anchor teaches nothing
@@ -520,26 +467,32 @@ class Trainer:
             anchors=sums.anchors,
             tokens=sums.tokens,
             seconds=seconds,
-            tokens_per_second={
-                "target": sums.tokens / max(sums.target_seconds, 1e-9),
-                "drafter": sums.tokens / max(sums.drafter_seconds, 1e-9),
-            },
-            stalled_seconds={"data": sums.data_seconds},
+            tokens_per_second=sums.tokens_per_second(),
+            stalled_seconds=sums.stalled_seconds,
+            features_waiting=sums.features_waiting,
             padding_share=1.0 - sums.tokens / sums.padded,
-            batch_ids=[batch.batch_id for batch in sums.batches],
-            buckets=[batch.bucket for batch in sums.batches],
+            batch_ids=[batch.batch_id for batch in batches],
+            buckets=[batch.bucket for batch in batches],
             memory_bytes=memory_bytes(),
         )
 
-    def _skip_nonfinite(self, step: int, loss: float, norm: float, sums: StepSums) -> None:
+    def _learn(self, batches: Sequence[Batch]) -> StepSums:
+        """Adds up the gradients of a step's batches."""
+        sums = StepSums()
+        for batch in batches:
+            self.learner.add(batch, self.samples, sums)
+        sums.stalled_seconds = {"data": sums.data_seconds}
+        return sums
+
+    def _skip_nonfinite(self, step: int, loss: float, norm: float, batches: Sequence[Batch]) -> None:
         """Leaves the weights as they are; ends training after `max_nonfinite` such steps in a row.
 
         Raises:
             PermanentError: there were too many; their batches are in `nonfinite.json`.
         """
         self.nonfinite += 1
-        batches = [batch.batch_id for batch in sums.batches]
-        alert(f"step {step}: loss {loss}, gradient norm {norm}; the update is skipped (batches {', '.join(batches)})")
+        names = ", ".join(batch.batch_id for batch in batches)
+        alert(f"step {step}: loss {loss}, gradient norm {norm}; the update is skipped (batches {names})")
         if self.nonfinite < self.params.max_nonfinite:
             return
         path = self.directory / "nonfinite.json"
@@ -553,6 +506,13 @@ class Trainer:
         )
 
     def _after_step(self) -> None:
+        if self._due():
+            self._save()
+            with locked(schedule.schedule_lock(self.directory)):
+                self._tell_status()
+
+    def _due(self) -> bool:
+        """Whether this step is to be saved; when not, it has been passed."""
         # Under the lock of the schedule: whoever adds this very step either comes before and is served, or comes after and
         # reads that it has been passed.
         with locked(schedule.schedule_lock(self.directory)):
@@ -560,9 +520,8 @@ class Trainer:
             if not due:
                 self._tell_status()
         if due:
-            self._save()
-            with locked(schedule.schedule_lock(self.directory)):
-                self._tell_status()
+            self._last_due = self.step
+        return due
 
     def _save(self) -> None:
         state = checkpoint.State(
@@ -571,7 +530,7 @@ class Trainer:
             next_step=self.step,
             nonfinite=self.nonfinite,
             history=self.history,
-            generators=checkpoint.generator_states(),
+            generators=self._generators(),
         )
         try:
             self.writer.save(self.step, self.learner.drafter, state, self._lineage())
@@ -581,6 +540,9 @@ class Trainer:
             return
         self.alert = ""
         self.saved.append(self.step)
+
+    def _generators(self) -> dict[str, Tensor]:
+        return checkpoint.generator_states()
 
     def _lineage(self) -> Lineage:
         begun = {entry["attempt"]: entry["from_step"] for entry in self.history}
@@ -615,6 +577,12 @@ class Trainer:
         schedule.write_status(self.directory, status)
 
 
+def batch_plan(samples: Samples, dataset: Upstream, buckets: Upstream) -> BatchPlan:
+    """The batches of every step, the same on every rank."""
+    batching = BucketsParams.model_validate(buckets.params.params)
+    return BatchPlan(samples.lengths, samples.ids, batching, dataset.params.key)
+
+
 def _content(receipt: Receipt) -> str:
     """The digest of a result's content: the stage's own where it gives one (it outlives a new file format)."""
     return str(receipt.results.get("digest", receipt.content_digest()))
@@ -633,19 +601,6 @@ def memory_bytes() -> dict[str, int]:
 # ---------------------------------------------------------------- the launcher's child
 
 
-def _end_with_parent(parent: int) -> None:
-    """Ends this process within half a second of its launcher's death. Every file it writes appears by renaming, so nothing
-    half-written is left that could be taken for whole."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.25)
-        os.write(2, b"the launcher is gone; the trainer ends\n")
-        os._exit(128 + signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line that the launcher calls. Exit status: 0 done or ended on request, else `EXIT_BY_KIND`."""
     parser = argparse.ArgumentParser(prog="python -m dflash.train.trainer")
@@ -657,12 +612,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ending = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: ending.set())
-    _end_with_parent(arguments.parent)
+    end_with_parent(arguments.parent)
     attempt = Attempt.read(attempt_path(arguments.directory, arguments.attempt))
     try:
         params_file = read_params(arguments.directory)
         placement = attempt.placement
-        params = _params(params_file.params, placement.values)
+        params = resolved_params(params_file.params, placement.values)
         target_path = Path(placement.target_path) if placement.target_path else None
         inputs = load_inputs(params_file, arguments.store, target_path=target_path)
         context = HostContext(
@@ -677,31 +632,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DflashError as error:
         print(f"{now()} {error.kind}: {error.message()}", file=sys.stderr, flush=True)
         if error.kind != "transient":
-            _leave_failure(arguments.directory, attempt, error)
+            leave_failure(arguments.directory, attempt.invocation, error)
         return EXIT_BY_KIND.get(error.kind, 1)
     return 0
-
-
-def _params(keyed: dict[str, Any], placed: dict[str, Any]) -> TrainParams:
-    try:
-        return TrainParams.model_validate({**keyed, **placed})
-    except ValueError as error:
-        raise ConfigError(f"parameters and placement do not fit: {error}", where="train") from error
-
-
-def _leave_failure(directory: Path, attempt: Attempt, error: DflashError) -> None:
-    failure = Failure(
-        stage="train",
-        key=directory.name,
-        kind=error.kind,
-        message=error.message(),
-        at=now(),
-        invocation=attempt.invocation,
-    )
-    try:
-        failure.write(directory / "failure.json")
-    except PermanentError as full:
-        alert(full.message())
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import stream
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,7 @@ def thousand_checkpoints(config: dict[str, object]) -> None:
 
 def main() -> None:
     """Runs all benchmarks."""
+    stream.main()
     dflash = [sys.executable, "-m", "dflash"]
     snakemake = [sys.executable, "-m", "snakemake", "-s", str(ROOT / "Snakefile")]
     snakemake += ["--workflow-profile", str(ROOT / "profiles/default")]

@@ -73,15 +73,18 @@ def trained(space: Workspace) -> None:
     assert sorted(batch_ids(space)) == list(range(1, LONG["schedule_steps"] + 1))
 
 
-def test_evaluation_of_a_step_overlaps_training_of_the_next(long: Workspace) -> None:
-    long.call("run")
-    receipt = json.loads(next(long.results.glob("store/evaluate/*/step_300.json")).read_text())
-    lines = last_attempts(long.train_directory() / "metrics.jsonl")
-    during = [
-        line.step for line in lines if moment(receipt["started"]) < moment(line.time) < moment(receipt["finished"])
-    ]
-    assert len(during) > 10, "no training step finished while step 300 was evaluated"
-    assert long.attempts() == 1
+def test_evaluation_of_a_step_overlaps_training_of_the_next(fresh: Workspace) -> None:
+    fresh.write_config(train={"schedule_steps": 1600, "checkpoint_every": 400})
+    fresh.call("run")
+    lines = last_attempts(fresh.train_directory() / "metrics.jsonl")
+    during = {}
+    for path in fresh.results.glob("store/evaluate/*/step_*.json"):
+        receipt = json.loads(path.read_text())
+        start, end = moment(receipt["started"]), moment(receipt["finished"])
+        during[receipt["step"]] = sum(start < moment(line.time) < end for line in lines)
+    assert max(during.values()) > 10, f"training steps finished during each evaluation: {during}"
+    assert during[1600] == 0
+    assert fresh.attempts() == 1
 
 
 def moment(text: str) -> datetime.datetime:

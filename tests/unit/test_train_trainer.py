@@ -403,6 +403,22 @@ def test_steps_added_while_training_runs_are_saved_too(tmp_path: Path, monkeypat
     assert schedule.existing_steps(training.directory) == [4, 5, 7]
 
 
+def test_a_request_to_end_between_two_steps_never_loses_the_one_that_was_just_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = make_training(tmp_path)
+    real = Trainer._after_step
+
+    def after_step(self: Trainer) -> None:
+        real(self)
+        if self.step == 2:
+            self.ending.set()
+
+    monkeypatch.setattr(Trainer, "_after_step", after_step)
+    training.run(30)
+    assert schedule.existing_steps(training.directory) == [3]
+
+
 def test_only_the_newest_states_stay_and_a_tombstone_marks_the_others(tmp_path: Path) -> None:
     training = make_training(tmp_path)
     training.run(1, 2, 3, 4, keep_states=2)

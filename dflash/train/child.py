@@ -1,0 +1,58 @@
+"""What every process that a launcher starts has in common: it ends with its launcher, reads its parameters the same way and
+leaves the cause of a permanent failure beside the training. Costs a thread that looks four times a second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from dflash.base.errors import ConfigError, DflashError, PermanentError
+from dflash.base.records import Failure, now
+from dflash.train.telemetry import alert
+from dflash.train.train_params import TrainParams
+
+
+def end_with_parent(parent: int) -> None:
+    """Ends this process within half a second of its launcher's death. Every file it writes appears by renaming, so nothing
+    half-written is left that could be taken for whole."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.25)
+        os.write(2, b"the launcher is gone; the trainer ends\n")
+        os._exit(128 + signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def resolved_params(keyed: dict[str, Any], placed: dict[str, Any]) -> TrainParams:
+    """The parameters of a training: those of its key and those of its placement.
+
+    Raises:
+        ConfigError: they do not fit; names the field.
+    """
+    try:
+        return TrainParams.model_validate({**keyed, **placed})
+    except ValueError as error:
+        raise ConfigError(f"parameters and placement do not fit: {error}", where="train") from error
+
+
+def leave_failure(directory: Path, invocation: str, error: DflashError) -> None:
+    """Writes `failure.json`: why it would fail again."""
+    failure = Failure(
+        stage="train",
+        key=directory.name,
+        kind=error.kind,
+        message=error.message(),
+        at=now(),
+        invocation=invocation,
+    )
+    try:
+        failure.write(directory / "failure.json")
+    except PermanentError as full:
+        alert(full.message())

@@ -1,0 +1,320 @@
+"""A rank that learns: the loop of `Trainer` on each of M drafters, with features from elsewhere and gradients added up.
+
+Every drafter adds up the gradients of its own batches, then all of them add up everybody's in the order of ranks, divide by
+the weight of the whole step and make the same update; at every checkpoint they compare a digest of their weights. The
+first drafter leads: it reads the schedule, decides when to save and when to end, and is the only one that writes. What it
+decides goes to the others with the step; targets learn of the end from the credits they wait for.
+
+Costs the target's embedding and head, masters, moments and gradients like the single process, `features_in_flight` tokens
+of features, and the buffers of `peers.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash.base.files import locked
+from dflash.base.records import MetricsLine
+from dflash.base.stage import HostContext, Inputs
+from dflash.data.batches import Batch, load_train_samples
+from dflash.model.target import check_features
+from dflash.train import checkpoint, schedule
+from dflash.train.agreement import (
+    agree,
+    common_facts,
+    own_generators,
+    pack_tensors,
+    refuse_other,
+    unpack_tensors,
+    weights_digest,
+)
+from dflash.train.peers import Peers
+from dflash.train.prepare import check_tokens, load_target_ends
+from dflash.train.stream import Label, Receiver, largest_batch, token_digest, token_limit, warm_up
+from dflash.train.train_params import TrainParams
+from dflash.train.trainer import DTYPES, Learner, StepSums, Trainer, batch_plan, prepare_folder
+
+
+class StreamLearner(Learner):
+    """A learner whose features come from another process. `receiver` and `tag` are set when the ranks have agreed."""
+
+    receiver: Receiver
+    tag: str
+    waited = 0.0
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor, batch: Batch) -> Tensor:
+        """The features of a batch, once they have come and are what this rank's own tokens say they must be."""
+        shape = (*input_ids.shape, self.config.feature_size)
+        expected = Label(
+            batch.batch_id,
+            token_digest(input_ids, attention_mask),
+            tuple(self.config.target_layer_ids),
+            self.tag,
+            tuple(shape),
+            self.params.dtype,
+        )
+        features = self.receiver.take(batch, expected)
+        lengths = [int(length) for length in batch.lengths]
+        taps = len(self.config.target_layer_ids)
+        check_features(features, lengths, batch.batch_id, taps=taps, width=self.config.feature_size)
+        return features
+
+    def whole_gradients(self) -> list[Tensor]:
+        """The gradients of all masters in the order of their names, contiguous; zeros where no batch gave any."""
+        for name in sorted(self.masters):
+            master = self.masters[name]
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad.contiguous()
+        return [gradient for name in sorted(self.masters) if (gradient := self.masters[name].grad) is not None]
+
+
+class DrafterRank(Trainer):
+    """The loop of `Trainer`, on each of M drafters; the lead alone reads the schedule and writes."""
+
+    learner: StreamLearner
+
+    def __init__(
+        self,
+        params: TrainParams,
+        inputs: Inputs,
+        workdir: Path,
+        context: HostContext,
+        ending: threading.Event,
+        peers: Peers,
+    ) -> None:
+        super().__init__(params, inputs, workdir, context, ending)
+        self.peers = peers
+        self.last = 0
+        self.ranks_generators: dict[str, Tensor] = {}
+        self.balance = Balance()
+
+    def begin(self) -> None:
+        """As `Trainer.begin`, on what the ranks agree on and from where the lead resumes."""
+        self.samples = load_train_samples(self.dataset.directory)
+        if self.peers.leads:
+            check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)
+        self.plan = batch_plan(self.samples, self.dataset, self.buckets)
+        per_step = self.plan.params.batches_per_step
+        largest = largest_batch(self.plan.batch_sizes.tolist(), self.plan.longest.tolist())
+        limit = token_limit(self.params.features_in_flight, largest, self.peers.roles)
+        ends = load_target_ends(self.params, self.target_path, self.context.device)
+        self.learner = StreamLearner(self.params, ends, self.config, self.context.device)
+        common = common_facts(self.params, self.directory, self.plan.batch(0))
+        self.learner.tag, self.kernels = agree(self.peers, common, None, self.params.dtype)
+        if self.peers.leads:
+            prepare_folder(self.params, self.directory)
+            self._resume()
+        self._take_over()
+        if self.peers.leads:
+            self._open()
+        warm_up(self.peers, per_step)
+        self.places = self.peers.roles.places(self.peers.rank, per_step)
+        self.learner.receiver = self.receiver = Receiver(
+            self.peers,
+            self.plan,
+            per_step,
+            first_step=self.step,
+            width=self.config.feature_size,
+            dtype=DTYPES[self.params.dtype],
+            limit=limit,
+        )
+
+    def _take_over(self) -> None:
+        """Brings every rank to the step, weights, moments and generators that the lead has."""
+        moments = self.learner.optimizer.state() if self.peers.leads else {}
+        shapes = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in moments.items()}
+        start = {
+            "step": self.step,
+            "nonfinite": self.nonfinite,
+            "generators": pack_tensors(self.generators),
+            "moments": shapes,
+        }
+        start = self.peers.from_lead(start)
+        self.step = self.first_step = start["step"]
+        self.nonfinite = start["nonfinite"]
+        if not self.peers.leads:
+            checkpoint.restore_generators(own_generators(start["generators"], self.peers.rank))
+            moments = {name: torch.empty(shape, dtype=DTYPES[kind]) for name, (shape, kind) in start["moments"].items()}
+        masters = [self.learner.masters[name].data for name in sorted(self.learner.masters)]
+        self.peers.spread(masters)
+        self.peers.spread([moments[name] for name in sorted(moments)])
+        if not self.peers.leads:
+            self.learner.publish()
+            self.learner.optimizer.load(moments)
+
+    def _topology(self) -> dict[str, Any]:
+        roles = self.peers.roles
+        return {
+            "targets": roles.targets,
+            "drafters": roles.drafters,
+            "colocate": False,
+            "world_size": roles.world_size,
+        }
+
+    def train(self) -> None:
+        """As `Trainer.train`; then ends the stream, and the lead says which side had to wait."""
+        self.balance.begin()
+        super().train()
+        self.receiver.end()
+        if self.peers.leads:
+            self.context.progress.say(self.balance.sentence())
+
+    def _more_to_do(self) -> bool:
+        word: Any = None
+        if self.peers.leads:
+            word = {"more": super()._more_to_do(), "last": max(self.scheduled(), default=0)}
+        word = self.peers.from_lead(word, drafters_only=True)
+        self.last = word["last"]
+        if word["more"]:
+            self.receiver.grant(self.last)
+        return bool(word["more"])
+
+    def _learn(self, batches: Sequence[Batch]) -> StepSums:
+        sums = StepSums()
+        waited, waiting = self.receiver.stalled_seconds, self.receiver.waiting
+        computing = credit = 0.0
+        for place in self.places:
+            self.learner.add(batches[place], self.samples, sums)
+            note = self.receiver.notes[self.peers.roles.target_of(place)]
+            computing += note["seconds"]
+            credit += note["credit_seconds"]
+            if note["ending"]:
+                self.ending.set()
+            self.receiver.done()
+            self.receiver.grant(self.last)
+        started = time.perf_counter()
+        self.peers.add_up(self.learner.whole_gradients())
+        sums.target_seconds = computing
+        seconds = {
+            "data": sums.data_seconds,
+            "drafter_features": self.receiver.stalled_seconds - waited,
+            "drafter_reduce": time.perf_counter() - started,
+            "target_credit": credit,
+        }
+        return self._whole_step(sums, seconds, waiting)
+
+    def _whole_step(self, sums: StepSums, seconds: dict[str, float], waiting: int) -> StepSums:
+        """The sums over all drafters; seconds by rank of the role that spent them."""
+        size = self.params.block_size
+        roles = self.peers.roles
+        if sums.correct is None or sums.counts is None:
+            sums.correct = sums.counts = np.zeros(size, dtype=np.int64)
+        own = [
+            sums.loss,
+            sums.weight,
+            sums.anchors,
+            sums.tokens,
+            sums.padded,
+            sums.target_seconds,
+            sums.drafter_seconds,
+        ]
+        arrived = [float(waiting) if rank == self.peers.rank else 0.0 for rank in range(roles.lead, roles.world_size)]
+        vector = torch.tensor(
+            [*own, *seconds.values(), float(self.ending.is_set()), *arrived, *sums.correct, *sums.counts],
+            dtype=torch.float64,
+        )
+        self.peers.add_up([vector])
+        values = iter(vector.tolist())
+        loss, weight, anchors, tokens, padded, computing, learning = (next(values) for _ in own)
+        spent = {name: next(values) / roles.drafters for name in seconds}
+        spent["target_credit"] *= roles.drafters / roles.targets
+        if next(values) > 0:
+            self.ending.set()
+        return StepSums(
+            loss=loss,
+            weight=weight,
+            anchors=int(anchors),
+            tokens=int(tokens),
+            padded=int(padded),
+            target_seconds=computing / roles.targets,
+            drafter_seconds=learning / roles.drafters,
+            features_waiting=[int(next(values)) for _ in arrived],
+            correct=np.asarray([next(values) for _ in range(size)], dtype=np.int64),
+            counts=np.asarray([next(values) for _ in range(size)], dtype=np.int64),
+            stalled_seconds=spent,
+        )
+
+    def _tell(self, line: MetricsLine) -> None:
+        if self.peers.leads:
+            self.balance.add(line)
+            super()._tell(line)
+
+    def _after_step(self) -> None:
+        due = self.peers.from_lead(self._due() if self.peers.leads else None, drafters_only=True)
+        if not due:
+            return
+        self._compare()
+        if self.peers.leads:
+            self._save()
+            with locked(schedule.schedule_lock(self.directory)):
+                self._tell_status()
+
+    def _compare(self) -> None:
+        """Refuses to save when two drafters have drifted apart; collects every rank's generators for the state.
+
+        Raises:
+            PermanentError: their weights differ; names both ranks and digests.
+        """
+        own = {f"rank{self.peers.rank}.{name}": value for name, value in checkpoint.generator_states().items()}
+        found = self.peers.gather(
+            {
+                "step": self.step,
+                "weights": weights_digest(self.learner.masters) if self.peers.roles.drafters > 1 else "",
+                "generators": pack_tensors(own) | self._targets_generators(),
+            },
+            drafters_only=True,
+        )
+        for index, facts in enumerate(found):
+            for name in ("step", "weights"):
+                if facts[name] != found[0][name]:
+                    lead = self.peers.roles.lead
+                    refuse_other(self.peers.roles, lead + index, lead, name, facts[name], found[0][name])
+        self.ranks_generators = {}
+        for facts in found:
+            self.ranks_generators |= unpack_tensors(facts["generators"])
+
+    def _targets_generators(self) -> dict[str, str]:
+        """The generators of the targets as they were when they had computed this step's batches."""
+        return {
+            f"rank{rank}.{name}": text
+            for rank, note in self.receiver.notes.items()
+            for name, text in note["generators"].items()
+        }
+
+    def _generators(self) -> dict[str, Tensor]:
+        """The lead's under plain names, which any topology resumes from, and everybody's under their ranks."""
+        return {**self.ranks_generators, **super()._generators()}
+
+
+class Balance:
+    """Which side waits for the other, over the whole of an attempt, checkpoints included."""
+
+    def __init__(self) -> None:
+        self.started = 0.0
+        self.drafters = 0.0
+        self.targets = 0.0
+
+    def begin(self) -> None:
+        """Time counts from here on."""
+        self.started = time.perf_counter()
+
+    def add(self, line: MetricsLine) -> None:
+        """Adds a step."""
+        self.drafters += line.stalled_seconds["drafter_features"]
+        self.targets += line.stalled_seconds["target_credit"]
+
+    def sentence(self) -> str:
+        """What a person should know: `the drafters starve: ...`."""
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        who = "the drafters starve" if self.drafters > self.targets else "the targets have to wait"
+        return (
+            f"{who}: a drafter waited for features {self.drafters / seconds:.0%} of the time ({self.drafters:.1f} s), "
+            f"a target for room to send {self.targets / seconds:.0%} ({self.targets:.1f} s), of {seconds:.1f} s"
+        )

@@ -1,0 +1,109 @@
+"""A rank that computes features: it walks through its batches in order and sends each to the drafter that learns from it.
+
+It decides nothing and writes nothing; it ends when no drafter wants more. Costs the target's weights and three batches of
+features: one computed ahead of its credit, two on their way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dflash.base.stage import HostContext, Inputs, Outputs
+from dflash.data.batches import Batch, collate, load_train_samples
+from dflash.model.target import Target
+from dflash.train import checkpoint
+from dflash.train.agreement import agree, common_facts, own_generators, pack_tensors
+from dflash.train.peers import Peers
+from dflash.train.prepare import drafter_config, load_checked_target
+from dflash.train.stream import Label, Sender, own_batches, token_digest, warm_up
+from dflash.train.train_params import TrainParams
+from dflash.train.trainer import batch_plan
+
+
+class TargetRank:
+    """Computes the features of its batches, in order, and sends each to the drafter that learns from it."""
+
+    def __init__(
+        self,
+        params: TrainParams,
+        inputs: Inputs,
+        workdir: Path,
+        context: HostContext,
+        ending: threading.Event,
+        peers: Peers,
+    ) -> None:
+        self.params = params
+        self.inputs = inputs
+        self.directory = workdir
+        self.context = context
+        self.ending = ending
+        self.peers = peers
+        self.taps = list(drafter_config(params).target_layer_ids)
+        self.step = 0
+
+    def begin(self) -> None:
+        """Loads the target, and hears from the lead where to begin."""
+        dataset = self.inputs.one("dataset")
+        self.samples = load_train_samples(dataset.directory)
+        self.plan = batch_plan(self.samples, dataset, self.inputs.one("buckets"))
+        self.target: Target = load_checked_target(self.params, self.inputs.target_path, self.context.device)
+        kernels = self.target.kernels.to_dict()
+        common = common_facts(self.params, self.directory, self.plan.batch(0))
+        self.tag, self.kernels = agree(self.peers, common, kernels, self.params.dtype)
+        start = self.peers.from_lead(None)
+        self.step = start["step"]
+        checkpoint.restore_generators(own_generators(start["generators"], self.peers.rank))
+        warm_up(self.peers, self.plan.params.batches_per_step)
+
+    def train(self) -> None:
+        """Sends features until no drafter wants more.
+
+        Raises:
+            PermanentError: a drafter asks for another batch than is due.
+            LostPeer: a drafter is gone.
+        """
+        per_step = self.plan.params.batches_per_step
+        sender = Sender(self.peers, per_step)
+        for step, place, number in own_batches(self.peers.roles, self.peers.rank, self.step, per_step):
+            if sender.finished:
+                break
+            self.step = step
+            drafter = self.peers.roles.drafter_of(place)
+            if drafter in sender.ended:
+                continue
+            waited = sender.credit_seconds
+            batch = self.plan.batch(number)
+            features, tokens, seconds = self._features(batch)
+            if sender.credit(drafter, batch.batch_id):
+                kind = str(features.dtype).removeprefix("torch.")
+                label = Label(batch.batch_id, tokens, tuple(self.taps), self.tag, tuple(features.shape), kind)
+                note = {
+                    "seconds": seconds,
+                    "credit_seconds": sender.credit_seconds - waited,
+                    "ending": self.ending.is_set(),
+                    "generators": pack_tensors(checkpoint.generator_states()),
+                }
+                sender.send(drafter, label, features, note)
+        sender.finish()
+
+    def _features(self, batch: Batch) -> tuple[Tensor, str, float]:
+        """Features of a batch, the digest of its tokens, and the seconds they took."""
+        started = time.perf_counter()
+        collated = collate(batch, self.samples, self.target.facts.pad_id)
+        device = torch.device(self.context.device)
+        input_ids = torch.from_numpy(collated["input_ids"]).to(device)
+        attention_mask = torch.from_numpy(collated["attention_mask"]).to(device=device, dtype=torch.long)
+        features = self.target.features(input_ids, attention_mask, self.taps)
+        tokens = token_digest(input_ids, attention_mask)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return features, tokens, time.perf_counter() - started
+
+    def outputs(self) -> Outputs:
+        """Nothing: the lead writes."""
+        return Outputs([], results={"step": self.step}, kernels=self.kernels)

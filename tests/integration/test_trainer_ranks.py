@@ -1,0 +1,103 @@
+"""A launcher and its four ranks as real processes: whoever is killed, the job ends at once, says who it was, and resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rank_store import run_topology
+from train_store import Training, again, make_training, wait_until
+
+from dflash.base.errors import TransientError
+from dflash.base.records import last_attempts
+from dflash.train import attempts, launch, schedule
+
+FAR = 3000
+"""A scheduled step that no test reaches."""
+TOPOLOGY = {"targets": 2, "drafters": 2, "colocate": False}
+
+
+def reached(training: Training, step: int, attempt: int) -> bool:
+    line = launch.last_metrics(training.directory / "metrics.jsonl")
+    return line is not None and line.attempt == attempt and line.step >= step
+
+
+def record(training: Training, number: int) -> attempts.Attempt:
+    return attempts.Attempt.read(attempts.attempt_path(training.directory, number))
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    placed = {"keep_states": 3, "topology": TOPOLOGY}
+    made = make_training(tmp_path, schedule_steps=FAR, placed=placed, batching={"batches_per_step": 4})
+    yield made
+    with contextlib.suppress(TransientError):
+        launch.stop(made.directory, "cleanup", timeout=60)
+
+
+def test_any_killed_rank_ends_the_job_with_its_name_and_the_next_start_resumes(
+    training: Training, tmp_path: Path
+) -> None:
+    for attempt, (victim, step, name) in enumerate([(1, 10, "rank 1 (target 1)"), (3, 20, "rank 3 (drafter 1)")], 1):
+        training.ensure_alive(step, FAR)
+        wait_until(lambda step=step, attempt=attempt: reached(training, step + 2, attempt), 120)
+        pids = record(training, attempt).rank_pids
+        os.kill(pids[victim], signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(TransientError) as lost:
+            training.wait(FAR)
+        seconds = time.monotonic() - killed
+        assert seconds < 30, f"{seconds:.1f} s"
+        print(f"the job ended {seconds:.1f} s after {name} was killed")
+        assert wait_until(lambda pids=pids: all(map(gone, pids)), 5)
+        assert f"{name} on local was killed by SIGKILL; it last said: " in lost.value.message()
+        ended = record(training, attempt)
+        assert ended.signal == "SIGKILL"
+        assert int(ended.cause.removeprefix("step ").partition(":")[0]) > step
+        assert f"the job ends in {ended.cause}" in (training.directory / "trainer.log").read_text()
+
+    training.ensure_alive(30, FAR)
+    training.wait(30)
+    launch.stop(training.directory, "demo", timeout=60)
+    assert (record(training, 3).exit, record(training, 3).cause) == (0, "")
+    undisturbed = again(training, tmp_path / "undisturbed")
+    ran = run_topology(undisturbed, 2, 2, 10, 20, 30)
+    assert ran.ok, ran.said
+    lines = last_attempts(training.directory / "metrics.jsonl")[:30]
+    assert [line.attempt for line in lines] == [1] * 10 + [2] * 10 + [3] * 10
+    assert [line.batch_ids for line in lines] == undisturbed.batch_ids()
+    files = [t.directory / "step_30" / "drafter" / "model.safetensors" for t in (training, undisturbed)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_torchrun_starts_the_same_program_and_sigterm_saves_the_step(training: Training) -> None:
+    schedule.merge_steps(training.directory, [FAR])
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    argv += ["--no-python", sys.executable, "-m", "dflash.train.ranks", "--directory", str(training.directory)]
+    argv += ["--store", str(training.store), "--placement", str(training.placement)]
+    with subprocess.Popen(argv, env=launch._environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+        try:
+            wait_until(lambda: reached(training, 2, 1), 120)
+            assert training.holder().run == "torchrun"
+        finally:
+            job.send_signal(signal.SIGTERM)
+        said, _ = job.communicate(timeout=60)
+    ended = record(training, 1)
+    assert (ended.exit, ended.signal) == (0, None), said.decode()
+    (saved,) = schedule.resumable_steps(training.directory)
+    assert len(last_attempts(training.directory / "metrics.jsonl")) == saved
+    assert training.holder() is None
