@@ -164,6 +164,8 @@ def test_nothing_but_where_and_how_fast_stays_out_of_the_keys() -> None:
             "checkpoint_every",
             "keep_states",
             "topology",
+            "features_in_flight",
+            "rank_timeout",
             "anchor_chunk",
             "logit_chunk",
             "max_nonfinite",
