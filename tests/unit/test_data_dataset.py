@@ -114,14 +114,14 @@ def test_the_split_follows_the_prompt_and_leaks_none(tmp_path: Path) -> None:
     assert sides["one"] != sides["other"]
 
 
-def test_the_same_question_under_other_instructions_stays_on_its_side(tmp_path: Path) -> None:
+def test_the_same_question_under_other_instructions_stays_on_its_side_whatever_the_answer(tmp_path: Path) -> None:
     rows = []
     for number in range(100):
         ask = {"role": "user", "content": f"prompt {number}"}
         rows.append(completion("", conversation=[ask], prompt_ids=[number]))
-        for rule in ("Be brief.", "Be long."):
+        for rule, written in (("Be brief.", (7, 257)), ("Be long.", (8, 8, 8, 8, 257))):
             system = {"role": "system", "content": rule}
-            rows.append(completion("", conversation=[system, ask], prompt_ids=[number]))
+            rows.append(completion("", written, conversation=[system, ask], prompt_ids=[number]))
     run_dataset(tmp_path / "out", {"a": rows}, validation_share=0.5)
     sides = both(tmp_path / "out")
     train, validation = ({row["input_ids"][0] for row in sides[split]} for split in ("train", "validation"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
+from dflash.base import records
 from dflash.base.canonical import canonical_json, digest
+from dflash.base.params import PLACEMENT
 from dflash.base.records import CodeDigest, ParamsFile, stage_key
 from dflash.plan.code import _scan, source_root
 from dflash.plan.config import load_config
 from dflash.plan.graph import Plan, build_plan
+from dflash.stages import STAGES
 
 BASE = {"stage": "buckets", "params": {"a": 1, "b": 2.0}, "upstream": {"dataset": "0" * 12}, "code": "c" * 16}
 
@@ -40,6 +44,12 @@ def test_everything_that_makes_a_result_is_in_its_key(change: dict[str, Any]) ->
     assert key(**change) != key()
 
 
+def test_the_meaning_of_stored_results_is_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key()
+    monkeypatch.setattr(records, "SCHEMA_VERSION", records.SCHEMA_VERSION + 1)
+    assert key() != before
+
+
 def test_the_order_of_fields_is_not() -> None:
     assert key(params={"b": 2.0, "a": 1}) == key()
 
@@ -53,6 +63,11 @@ def test_numbers_have_one_spelling() -> None:
             canonical_json(bad)
     with pytest.raises(TypeError):
         canonical_json({1: 2})
+
+
+@pytest.mark.parametrize("value", [0.1, 1e-7, 1.5, 1e7, 1e300])
+def test_two_numbers_that_differ_in_their_last_bit_have_different_digests(value: float) -> None:
+    assert digest({"x": value}) != digest({"x": math.nextafter(value, math.inf)})
 
 
 def test_a_params_file_knows_its_own_key() -> None:
@@ -132,6 +147,34 @@ def test_a_param_changes_its_stage_and_all_that_follow(
 def test_placement_changes_no_key_of_a_result(folder: Path, section: str, values: dict[str, Any]) -> None:
     before, after = keys(plan(folder)), keys(plan(folder, **{section: values}))
     assert {name for name in before if before[name] != after[name]} <= {"report"}
+
+
+def test_nothing_but_where_and_how_fast_stays_out_of_the_keys() -> None:
+    """A field joins this table when a person is sure that it changes no result."""
+    left_out = {}
+    for model, name in ((stage.params_model(), stage.name) for stage in STAGES):
+        left_out[name] = {field for field in model.model_fields if model.role_of(field) == PLACEMENT}
+    assert left_out == {
+        "prompts": {"path"},
+        "completions": {"batch_size"},
+        "dataset": {"exclude"},
+        "buckets": set(),
+        "train": {
+            "stop_at",
+            "checkpoint_every",
+            "keep_states",
+            "topology",
+            "features_in_flight",
+            "rank_timeout",
+            "anchor_chunk",
+            "logit_chunk",
+            "max_nonfinite",
+            "tracker",
+        },
+        "references": {"batch_size", "features_cache_gb"},
+        "evaluate": {"anchor_chunk"},
+        "report": set(),
+    }
 
 
 def test_the_code_that_a_stage_imports_is_in_its_key(folder: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash.base.errors import ConfigError
-from dflash.model.identity import target_digest
+from dflash.base.errors import ConfigError, PermanentError
+from dflash.model.identity import target_digest, target_source
+from dflash.model.target_params import TargetIdentity
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,17 @@ def test_a_damaged_cache_costs_time_only(content: str, tmp_path: Path, own_cache
     before = target_digest(root)
     own_cache.write_text(content)
     assert target_digest(root) == before
+
+
+def test_a_target_with_other_bytes_than_the_key_names_is_refused(tmp_path: Path) -> None:
+    root = make(tmp_path / "one")
+    facts = {"num_layers": 1, "hidden_size": 8, "vocab_size": 9, "hybrid": False, "max_position_embeddings": 16}
+    unset = dict.fromkeys(("revision", "random", "pad_token_id", "mask_token_id"))
+    identity = TargetIdentity(digest=target_digest(root), eos_token_ids=[], **facts, **unset)  # type: ignore[arg-type]
+    assert target_source(identity, root) == root
+    (root / "model.safetensors").write_bytes(b"Weights")
+    with pytest.raises(PermanentError, match="the recorded one is"):
+        target_source(identity, root)
 
 
 def test_an_incomplete_target_is_refused(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from dflash import runner
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
 from dflash.base.files import sha256_file
 from dflash.base.records import CodeDigest, Counts, ParamsFile, Receipt, stage_key
-from dflash.base.stage import HostContext, Inputs, Outputs
+from dflash.base.stage import HostContext, Inputs, Outputs, Upstream
+from dflash.base.store import read_params
 from dflash.data.prompts_params import PromptsParams
-from dflash.runner import Job, run_job
+from dflash.runner import Job, run_job, verify_inputs
 from dflash.stages import BY_NAME, Stage
 
 
@@ -152,6 +153,16 @@ def test_a_source_that_changed_since_the_plan_is_refused(job: Job) -> None:
         run_job(job)
 
 
+def test_an_input_with_one_bit_flipped_is_refused_by_name(job: Job) -> None:
+    inputs = Inputs({"prompts": Upstream(job.directory, read_params(job.directory), run_job(job))})
+    verify_inputs(inputs)
+    path = job.directory / "prompts.parquet"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CorruptError, match=r"prompts\.parquet: an input is missing or its bytes are not"):
+        verify_inputs(inputs)
+
+
 def test_a_permanent_failure_is_not_tried_again_in_the_same_invocation(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,20 +184,33 @@ def test_a_permanent_failure_is_not_tried_again_in_the_same_invocation(
     assert len(calls) == 2
 
 
-def test_a_job_ends_when_its_workflow_is_gone(job: Job) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def watching(controller: str) -> subprocess.Popen[str]:
+    """A process that does nothing but watch its controller."""
     script = (
         "import time\nfrom dflash.runner import watch_controller\nwatch_controller(0.05)\nprint('up', flush=True)\n"
     )
     script += "time.sleep(60)\n"
-    environment = {**os.environ, runner.CONTROLLER: f"{parent.pid}:{runner.process_start(parent.pid)}"}
-    child = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, runner.CONTROLLER: controller}
+    return subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_job_ends_when_its_workflow_is_gone(job: Job) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = watching(f"{parent.pid}:{runner.process_start(parent.pid)}")
     assert child.stdout is not None
     assert child.stdout.readline() == "up\n"
     assert child.poll() is None
     parent.kill()
     parent.wait()
     assert child.wait(timeout=10) == 1
+
+
+def test_a_job_ends_when_the_pid_of_its_workflow_has_become_somebody_elses() -> None:
+    child = watching(f"{os.getpid()}:1")
+    try:
+        assert child.wait(timeout=10) == 1
+    finally:
+        child.kill()
 
 
 def test_an_unknown_step_is_refused(job: Job) -> None:

@@ -138,6 +138,12 @@ def test_a_permanent_failure_is_repeated_to_its_own_invocation_and_tried_again_b
     assert not (training.directory / "failure.json").exists()
 
 
+def test_a_failure_is_not_repeated_to_callers_that_nobody_can_tell_apart(training: Training) -> None:
+    leave_failure(training, "permanent", "")
+    training.ensure_alive(4, invocation="")
+    assert starts() == ["demo"]
+
+
 @pytest.mark.parametrize(
     ("kind", "error"), [("permanent", PermanentError), ("config", ConfigError), ("corrupt", CorruptError)]
 )

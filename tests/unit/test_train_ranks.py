@@ -114,6 +114,16 @@ def test_a_resume_at_the_same_topology_is_bit_for_bit(trained: dict[Any, tuple[T
     assert distance(whole, resumed) == 0
 
 
+def test_a_resume_in_bfloat16_begins_on_every_rank_with_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
+    """Only there are the weights that compute other tensors than the masters that are read back."""
+    whole = make_training(tmp_path / "whole", batching=BATCHING, dtype="bfloat16")
+    assert succeeded(run_topology(whole, 1, 2, 3))
+    resumed = again(whole, tmp_path / "resumed")
+    assert succeeded(run_topology(resumed, 1, 2, 2))
+    assert succeeded(run_topology(resumed, 1, 2, 3, attempt=2))
+    assert distance(whole, resumed, 3) == 0
+
+
 def test_a_checkpoint_says_who_made_it_and_holds_the_generators_of_every_rank(
     trained: dict[Any, tuple[Training, Any]],
 ) -> None:

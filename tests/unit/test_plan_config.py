@@ -1,0 +1,49 @@
+"""Every value of a configuration knows where it came from, and a later file changes what it names and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plan_store import make_folder, plan_of
+
+from dflash.plan.yaml_source import load_yaml, merge
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(make_folder(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_params_say_of_each_value_whether_a_line_the_default_or_the_plan_gave_it() -> None:
+    plan = plan_of()
+    line = next(n for n, row in enumerate(Path("config.yaml").read_text().splitlines(), 1) if "lr:" in row)
+    train = plan.runs[0].nodes["train"].params
+    assert (train.origins["lr"], train.origins["clip"], train.origins["target"]) == (
+        f"config.yaml:{line}",
+        "default",
+        "derived",
+    )
+    assert train.origins.keys() == train.params.keys()
+    assert plan.runs[0].nodes["report"].params.origins["steps"] == "derived"
+
+
+def test_a_later_file_changes_what_it_names_and_keeps_the_rest_of_the_section(folder: Path) -> None:
+    (folder / "base.yaml").write_text("train:\n  lr: 1\n  clip: 2\n  topology: {targets: 1, drafters: 1}\nrun: a\n")
+    (folder / "over.yaml").write_text("# changed\ntrain:\n  lr: 3\n  topology: {drafters: 2}\n")
+    merged = merge(load_yaml(Path("base.yaml")), load_yaml(Path("over.yaml")))
+    topology = {"targets": 1, "drafters": 2}
+    assert merged.values == {"train": {"lr": 3, "clip": 2, "topology": topology}, "run": "a"}
+    assert merged.origin("train.lr") == "over.yaml:3"
+    assert merged.origin("train.clip") == "base.yaml:3"
+    assert merged.origin("train.topology.targets") == "base.yaml:4"
+
+
+def test_a_list_is_replaced_whole_with_the_origins_of_its_items(folder: Path) -> None:
+    (folder / "base.yaml").write_text("prompts:\n  - {name: one, path: a}\n  - {name: two, path: b}\n")
+    (folder / "over.yaml").write_text("prompts:\n  - {name: three}\n")
+    merged = merge(load_yaml(Path("base.yaml")), load_yaml(Path("over.yaml")))
+    assert merged.values == {"prompts": [{"name": "three"}]}
+    assert not any(origin.startswith("base.yaml") for origin in merged.origins.values())
