@@ -1,0 +1,48 @@
+"""What `dflash run` refuses before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plan_store import make_folder, plan_of
+
+from dflash import run as workflow
+from dflash.base.errors import PermanentError
+from dflash.base.records import StopMarker
+from dflash.run import RunOptions, run
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(make_folder(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_step_that_training_passed_unsaved_is_refused_before_anything_is_written(folder: Path, dry_run: bool) -> None:
+    saved = plan_of().runs[0].nodes["train"].directory / "step_6"
+    (saved / "state").mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    plan_of(train={"checkpoint_every": 3})
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(PermanentError, match="passed step 3 without saving it and is at step 6; saved are 6"):
+        run(RunOptions([Path("config.yaml")], dry_run=dry_run))
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_stopped_training_is_refused_before_snakemake_starts_and_resume_lets_it_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr(workflow, "run_snakemake", lambda *_: started.append(True) or 1)
+    marker = plan_of().runs[0].nodes["train"].directory / "stop.json"
+    StopMarker(run="micro", by="somebody", at="noon").write(marker)
+    with pytest.raises(PermanentError, match="run micro was stopped by somebody at noon"):
+        run(RunOptions([Path("config.yaml")]))
+    assert marker.exists()
+    assert not started
+    assert run(RunOptions([Path("config.yaml")], resume=True)) == 1
+    assert not marker.exists()
+    assert started
