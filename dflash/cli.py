@@ -99,11 +99,14 @@ def plan(
     sys.stdout.flush()
     damages = find_damage(made) if verify else []
     for damage in damages:
-        print(f"damaged: {damage.sentence()}", file=sys.stderr)
+        print(f"damaged: {damage.sentence()}; made again by {damage.remedy()}", file=sys.stderr)
     require_decisions(made)
     require_reachable(made)
     if damages:
-        raise PermanentError(f"{len(damages)} damaged results", remedy="`dflash run` makes them again.")
+        raise PermanentError(
+            f"{len(damages)} damaged result{'s' if len(damages) > 1 else ''}",
+            remedy="Each line above says how it is made again.",
+        )
 
 
 @app.command()
@@ -173,9 +176,34 @@ def stop(
     from dflash.train.launch import stop as stop_training
 
     directory = _training_of(run_name, configfile)
+    _require_something_to_stop(directory, run_name)
     marker = stop_training(directory, run_name, finish=finish)
-    tail = "`dflash run` evaluates and reports what exists" if marker.finish else "`dflash run --resume` continues it"
-    print(f"training of {run_name} has ended; {tail}")
+    config = "".join(f" --configfile {path}" for path in configfile or [])
+    tail = (
+        f"`dflash run{config}` evaluates and reports the scheduled checkpoints that exist"
+        if marker.finish
+        else f"`dflash run --resume{config}` continues it, `dflash stop {run_name} --finish{config}` reports what exists"
+    )
+    print(f"training of {run_name} ({directory.name}) has ended; {tail}")
+
+
+def _require_something_to_stop(directory: Path, run_name: str) -> None:
+    """Refuses to mark a training stopped when it is complete, or when the one at work belongs to another config."""
+    from dflash.hosts.lease import holder
+    from dflash.train import schedule
+
+    if holder(schedule.lease_path(directory)) is not None:
+        return
+    for other in sorted(directory.parent.iterdir()):
+        record = holder(schedule.lease_path(other)) if other != directory and other.is_dir() else None
+        if record is not None and run_name in record.run.split("+"):
+            raise PermanentError(
+                f"no training of {run_name} is at work under this config ({directory.name}), but {other.name} is",
+                remedy="Name the config of that one with --configfile.",
+            )
+    scheduled = schedule.read_schedule(directory)
+    if scheduled and all(schedule.exists(directory, step) for step in scheduled):
+        raise PermanentError(f"training of {run_name} ({directory.name}) is complete; there is nothing to stop")
 
 
 @app.command()
@@ -289,7 +317,8 @@ def main() -> None:
     except DflashError as error:
         if os.environ.get("DFLASH_DEBUG"):
             raise
-        print(f"dflash: {error.message()}", file=sys.stderr)
+        if type(error).__name__ != "RepeatedFailure":
+            print(f"dflash: {error.message()}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import difflib
 import fcntl
 import json
 import os
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from dflash.base.errors import DflashError, PermanentError, TransientError
+from dflash.base.errors import ConfigError, DflashError, PermanentError, TransientError
 from dflash.base.records import Failure
 from dflash.plan.code import source_root
 from dflash.plan.config import load_config
@@ -33,6 +34,7 @@ from dflash.plan.verify import find_damage, retire
 from dflash.plan.workflow import ACCEPT_ENV, DEFAULT_CONFIG
 from dflash.runner import INVOCATION, controller_identity, process_start
 
+OWN_OPTIONS = ("--configfile", "--dry-run", "--resume", "--deep", "--accept-env", "--recompute")
 GRACE = 4.0
 """Seconds that jobs get between the first signal and SIGKILL: the prompt is back within five."""
 MAX_ROUNDS = 5
@@ -73,6 +75,8 @@ def run(options: RunOptions) -> int:
     plan = build_plan(load_config(options.files))
     require_reachable(plan)
     if options.dry_run:
+        for damage in find_damage(plan, deep=options.deep):
+            say(f"damaged: {damage.sentence()}; made again by {damage.remedy()}")
         require_decisions(plan)
         print_plan(plan)
         return 0
@@ -295,7 +299,7 @@ def _explain_failure(plan: Plan, since: float) -> None:
             except DflashError:
                 continue
             if node.missing():
-                say(f"{node.name} {node.key} failed ({failure.kind}): {failure.message}")
+                say(f"{node.name} {node.key}: {failure.message}")
 
 
 def print_results(plan: Plan) -> None:
@@ -360,5 +364,8 @@ def split_options(arguments: Sequence[str]) -> RunOptions:
         elif word.startswith("--recompute="):
             options.recompute.append(word.partition("=")[2])
         else:
+            meant = difflib.get_close_matches(word.partition("=")[0], OWN_OPTIONS, n=1, cutoff=0.85)
+            if meant and word.startswith("--"):
+                raise ConfigError(f"unknown option `{word}`", remedy=f"Did you mean `{meant[0]}`?")
             options.snakemake.append(word)
     return options

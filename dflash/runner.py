@@ -38,6 +38,10 @@ INVOCATION = "DFLASH_INVOCATION"
 CONTROLLER = "DFLASH_CONTROLLER"
 
 
+class RepeatedFailure(PermanentError):
+    """A retry of what has failed for good in this invocation; its cause was printed when it failed."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One stage to run. placement: values in no key, among them `files` (digest -> path) and `target_path`."""
@@ -240,6 +244,7 @@ def _wait_for_checkpoint(job: Job) -> Receipt:
     document = read_params(job.directory)
     stage_params(job.stage, document, job.placement)
     inputs = _inputs(replace(job, step=None), document)
+    verify_inputs(inputs)
     context = host_context(job)
     placement = job.directory / "placement.json"
     write_json(
@@ -290,7 +295,7 @@ def _refuse_repeated_failure(job: Job) -> None:
         return
     failure = Failure.read(job.failure)
     if failure.invocation == invocation:
-        raise PermanentError(failure.message)
+        raise RepeatedFailure(failure.message)
 
 
 def _leave_failure(job: Job, error: DflashError) -> None:

@@ -11,11 +11,10 @@ Costs a few stats and small JSON reads an upstream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from dflash.base.errors import CorruptError, PermanentError
-from dflash.base.files import sha256_file
 from dflash.base.records import ParamsFile, Receipt
 from dflash.base.stage import Inputs, Upstream
 
@@ -84,22 +83,3 @@ def load_inputs(
             receipt = Receipt.read(receipt_path(directory, stage, step))
         upstream[name] = Upstream(directory, read_params(directory), receipt)
     return Inputs(upstream, dict(files or {}), target_path, step)
-
-
-def check_outputs(directory: Path, receipt: Receipt, names: Iterable[str] | None = None) -> None:
-    """Compares the files a receipt lists with their bytes on disk (all, or those in `names`).
-
-    Raises:
-        CorruptError: a file is missing, or has another size or digest; names it.
-    """
-    wanted = None if names is None else set(names)
-    for output in receipt.outputs:
-        if wanted is not None and output.path not in wanted:
-            continue
-        path = directory / output.path
-        if not path.exists():
-            raise CorruptError("the file is missing", where=str(path), remedy="Run `dflash run` to rebuild it.")
-        if path.stat().st_size != output.size or sha256_file(path) != output.sha256:
-            raise CorruptError(
-                "the bytes are not those its receipt records", where=str(path), remedy="Run `dflash run` to rebuild it."
-            )

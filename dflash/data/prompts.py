@@ -91,7 +91,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"the line is not JSON ({error}): {_short(text.strip())}",
+            f"the line is not JSON ({error}): `{_short(text.strip())}`",
             where=where,
             remedy="Write one JSON object a line.",
         ) from error

@@ -339,7 +339,7 @@ def _file_digest(path: Any, key: str, source: Source, cache: DigestCache, files:
 
 
 def _validate_prompts(params: PromptsParams, cache: DigestCache) -> None:
-    fact = f"prompts:{params.digest}:{params.prompt_field}:{params.messages_field}:{params.limit}"
+    fact = f"prompts:{params.digest}:{params.prompt_field}:{params.messages_field}:{params.limit}:{params.system}"
     if not cache.knows(fact):
         validate_prompts_file(Path(params.path), params)
         cache.remember(fact)

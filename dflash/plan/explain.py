@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash.base.errors import CorruptError
-from dflash.base.records import ParamsFile, RunManifest
+from dflash.base.records import ParamsFile, RunManifest, StopMarker
+from dflash.hosts.lease import holder
 from dflash.plan.costly import changed_modules
 from dflash.plan.graph import Node, Plan
 
@@ -25,6 +26,8 @@ def reasons(plan: Plan) -> dict[tuple[str, str], str]:
 def explain(node: Node, store: Path, manifest: RunManifest | None) -> str:
     """Why `node` is not fresh."""
     missing = len(node.missing())
+    if node.stage.name == "train" and (state := _training_state(node)):
+        return state
     if node.stage.stepwise and 0 < missing < len(node.steps):
         return f"{missing} of {len(node.steps)} steps are missing"
     if node.has_results() and not node.stage.stepwise:
@@ -37,6 +40,18 @@ def explain(node: Node, store: Path, manifest: RunManifest | None) -> str:
     if modules:
         causes.append(f"code changed: {', '.join(modules)}")
     return "; ".join(causes) if causes else f"nothing of {node.key} stands in the store"
+
+
+def _training_state(node: Node) -> str | None:
+    """What a training that is at work or was ended is doing, from its files."""
+    record = holder(node.directory / "lease.json")
+    if record is not None:
+        return f"training now (run {record.run}, pid {record.pid})"
+    marker = node.directory / "stop.json"
+    if marker.exists():
+        stopped = StopMarker.read(marker)
+        return f"stopped by {stopped.by} at {stopped.at}; `dflash run --resume` continues it"
+    return None
 
 
 def _earlier(node: Node, store: Path, manifest: RunManifest | None) -> ParamsFile | None:
@@ -62,6 +77,9 @@ def _earlier(node: Node, store: Path, manifest: RunManifest | None) -> ParamsFil
 def _param_causes(old: ParamsFile, new: ParamsFile) -> list[str]:
     before, after = flatten(old.params), flatten(new.params)
     causes = []
+    if old.params.get("adoptions") != new.params.get("adoptions"):
+        causes.append("the adoptions in use changed")
+    before, after = ({k: v for k, v in side.items() if k.split(".")[0] != "adoptions"} for side in (before, after))
     for name in sorted({*before, *after}):
         if before.get(name) != after.get(name):
             origin = new.origins.get(name.split(".")[0], "")

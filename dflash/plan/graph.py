@@ -156,9 +156,10 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
         document = _params_file(
             stage, values, run.origins[section], {known_as: node.key for known_as, node in inputs.items()}, codes
         )
-        adopted = plan.decisions.adopted(stage.name, document.key)
-        if adopted is not None:
-            document = _adopted_document(plan.store, stage, document, adopted)
+        old_key = plan.decisions.adopted(stage.name, document.key)
+        adopted = document.key if old_key is not None else None
+        if old_key is not None:
+            document = _adopted_document(plan.store, stage, document, old_key)
         node = plan.nodes.get((stage.name, document.key))
         if node is None:
             node = Node(
@@ -242,9 +243,8 @@ def _planned_run(
 ) -> PlannedRun:
     """Adds the report, whose key is the run's: it covers all stage keys, the scheduled steps and the adoptions."""
     stage = BY_NAME["report"]
-    adoptions = [
-        entry for entry in plan.decisions.entries if any(entry["old_key"] == node.key for node in nodes.values())
-    ]
+    in_use = {(node.stage.name, node.adopted) for node in nodes.values() if node.adopted is not None}
+    adoptions = [entry for entry in plan.decisions.entries if (entry["stage"], entry["new_key"]) in in_use]
     values = {**run.report.keyed_values(), "steps": steps, "adoptions": adoptions}
     upstream = {name: node.key for name, node in nodes.items()}
     document = _params_file(stage, values, run.origins["report"], upstream, codes)

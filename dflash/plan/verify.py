@@ -14,9 +14,9 @@ from pathlib import Path
 
 from dflash.base.errors import CorruptError, DecisionNeeded
 from dflash.base.files import DigestCache, sha256_file
-from dflash.base.records import CheckpointManifest, Receipt
+from dflash.base.records import CheckpointManifest, Receipt, RunManifest
 from dflash.base.store import STEPWISE_RECEIPTS, checkpoint_directory, read_params, receipt_path
-from dflash.plan.graph import Node, Plan
+from dflash.plan.graph import Node, Plan, PlannedRun
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,11 @@ class Damage:
         step = f" step {self.step}" if self.step is not None else ""
         return f"{self.node.name} {self.node.key}{step}: {self.why}"
 
+    def remedy(self) -> str:
+        """How it is made again."""
+        stage = self.node.stage
+        return f"`dflash run --recompute {stage.name}`" if stage.costly else "`dflash run`"
+
 
 def find_damage(plan: Plan, *, deep: bool = False) -> list[Damage]:
     """All damaged results of a plan, upstream first."""
@@ -45,6 +50,11 @@ def find_damage(plan: Plan, *, deep: bool = False) -> list[Damage]:
                 why = _fault(node, step, receipt, cache, deep)
                 if why:
                     found.append(Damage(node, step, receipt, why))
+    for run in plan.runs:
+        manifest = run.directory / "manifest.json"
+        why = _manifest_fault(run, manifest) if manifest.exists() else None
+        if why:
+            found.append(Damage(run.nodes["report"], None, manifest, why))
     cache.save()
     return found
 
@@ -68,6 +78,24 @@ def _fault(node: Node, step: int | None, path: Path, cache: DigestCache, deep: b
         if (sha256_file(file) if deep else cache.sha256(file)) != output.sha256:
             return f"{file} has other bytes than its receipt says"
     return _input_fault(node, step, receipt)
+
+
+def _manifest_fault(run: PlannedRun, path: Path) -> str | None:
+    """A manifest names every receipt by its content; one that was made again since leaves manifest and report behind."""
+    try:
+        manifest = RunManifest.read(path)
+    except CorruptError as error:
+        return error.message()
+    for entry in manifest.stages:
+        for step, recorded in entry.receipts.items():
+            receipt = run.nodes[entry.name].receipt(int(step) if step else None)
+            try:
+                standing = Receipt.read(receipt).content_digest() if receipt.exists() else recorded
+            except CorruptError:
+                continue
+            if standing != recorded:
+                return f"its manifest describes another {entry.name}{f' step {step}' if step else ''} than the one that stands"
+    return None
 
 
 def _input_fault(node: Node, step: int | None, receipt: Receipt) -> str | None:
@@ -104,7 +132,10 @@ def retire(plan: Plan, damages: list[Damage], recompute: list[str]) -> None:
             )
     for damage in damages:
         mark = f"retired-{time.time_ns()}"
-        damage.receipt.replace(damage.receipt.with_name(f"{damage.receipt.name}.{mark}"))
+        retired = {damage.receipt, *([damage.node.receipt()] if damage.node.stage.name == "report" else [])}
+        for path in retired:
+            if path.exists() or path.is_symlink():
+                path.replace(path.with_name(f"{path.name}.{mark}"))
         if damage.node.stage.name == "train" and damage.step is not None:
             _retire_checkpoints(damage.node.directory, damage.step, mark)
         elif damage.node.stage.name not in STEPWISE_RECEIPTS:

@@ -197,7 +197,7 @@ def refuse_stopped(directory: Path) -> None:
         raise PermanentError(
             f"run {marker.run} was stopped by {marker.by} at {marker.at}",
             where=str(directory / "stop.json"),
-            remedy="`dflash run --resume` continues it, `dflash stop --finish` reports what exists.",
+            remedy=f"`dflash run --resume` continues it, `dflash stop {marker.run} --finish` reports what exists.",
         )
 
 

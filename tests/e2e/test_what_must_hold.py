@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import Workspace  # type: ignore[import-not-found]
 
+from dflash.base.files import sha256_file
+
 EVALUATED = ["evaluate:2", "evaluate:4", "evaluate:6"]
 TRAINED = ["train:2", "train:4", "train:6"]
 
@@ -196,6 +198,37 @@ def test_placement_reruns_nothing(finished: Workspace, change: dict[str, dict[st
     finished.write_config(**change)
     assert finished.reruns() == []
     assert finished.reruns("--cores", "3") == []
+
+
+def test_a_report_whose_evaluation_was_made_again_with_other_content_is_made_again(finished: Workspace) -> None:
+    receipt = next(finished.results.glob("store/evaluate/*/step_4.json"))
+    document = json.loads(receipt.read_text())
+    (rows,) = [output for output in document["outputs"] if output["path"].endswith("rows.json")]
+    path = receipt.parent / rows["path"]
+    path.write_text(path.read_text() + "\n")
+    rows.update(size=path.stat().st_size, sha256=sha256_file(path))
+    receipt.write_text(json.dumps(document))
+    assert finished.reruns() == ["report"]
+    assert finished.reruns() == []
+
+
+def test_training_refuses_data_whose_bytes_changed_behind_its_receipt(finished: Workspace) -> None:
+    path = next(finished.results.glob("store/dataset/*/train.parquet"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    finished.write_config(train={"lr": 3e-3})
+    done = finished.snakemake(expect=1)
+    assert "train.parquet" in done.stderr
+    assert finished.attempts() == 1
+
+
+def test_a_complete_training_is_not_marked_stopped(finished: Workspace) -> None:
+    assert "nothing to stop" in finished.call("stop", "micro", expect=1).stderr
+    assert not list(finished.results.glob("store/train/*/stop.json"))
+
+
+def test_a_mistyped_option_is_named(finished: Workspace) -> None:
+    assert "--configfile" in finished.call("run", "--confgfile", "x.yaml", expect=2).stderr
 
 
 def test_a_step_that_training_has_passed_unsaved_is_refused_with_the_steps_that_exist(finished: Workspace) -> None:
