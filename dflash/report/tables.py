@@ -15,28 +15,8 @@ from typing import Any, TextIO
 import pandas as pd
 
 from dflash.base.errors import CorruptError
+from dflash.evaluate.metrics import COLUMNS
 
-COLUMNS = (
-    "run",
-    "train_key",
-    "step",
-    "drafter",
-    "prompt_set",
-    "length_bucket",
-    "kernel",
-    "method",
-    "budget",
-    "block_size",
-    "horizon",
-    "sampling",
-    "convention",
-    "metric",
-    "value",
-    "ci_low",
-    "ci_high",
-    "n",
-)
-"""The columns of `evaluations.csv`, in their order: what outsiders rely on."""
 INTEGERS = ("step", "budget", "block_size", "horizon", "n")
 NUMBERS = ("value", "ci_low", "ci_high")
 OWN_DRAFTER = "trained"

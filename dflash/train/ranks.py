@@ -20,15 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from dflash.base.errors import ConfigError, DflashError
-from dflash.base.progress import Progress
 from dflash.base.records import now
 from dflash.base.stage import HostContext, Inputs, Outputs
-from dflash.base.store import load_inputs, read_params
+from dflash.base.store import read_params
 from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease
 from dflash.train import launch, schedule
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numbers, attempt_path
-from dflash.train.child import end_with_parent, leave_failure, resolved_params
+from dflash.train.child import end_with_parent, handed_over, leave_failure, resolved_params
 from dflash.train.drafter_rank import DrafterRank
 from dflash.train.peers import Peers
 from dflash.train.roles import Place, Roles, rank_device
@@ -156,19 +155,7 @@ def _attempt(arguments: argparse.Namespace) -> contextlib.AbstractContextManager
 
 
 def _run(arguments: argparse.Namespace, attempt: Attempt, ending: threading.Event) -> None:
-    params_file = read_params(arguments.directory)
-    placement = attempt.placement
-    params = resolved_params(params_file.params, placement.values)
-    target_path = Path(placement.target_path) if placement.target_path else None
-    inputs = load_inputs(params_file, arguments.store, target_path=target_path)
-    context = HostContext(
-        host=placement.host,
-        device=placement.device,
-        threads=placement.threads,
-        attempt=attempt.attempt,
-        placement=placement.values,
-        progress=Progress("train"),
-    )
+    params, inputs, context = handed_over(arguments.directory, arguments.store, attempt)
     run_rank(params, inputs, arguments.directory, context, ending)
 
 

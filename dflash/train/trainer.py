@@ -33,10 +33,8 @@ from torch import Tensor
 from dflash.base.environment import collect, store_environment
 from dflash.base.errors import CorruptError, DflashError, PermanentError
 from dflash.base.files import locked, write_json
-from dflash.base.progress import Progress
 from dflash.base.records import Lineage, MetricsLine, Receipt, now
 from dflash.base.stage import HostContext, Inputs, Outputs, Upstream
-from dflash.base.store import load_inputs, read_params
 from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_samples
 from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease
@@ -45,7 +43,7 @@ from dflash.model.target import Target, check_features
 from dflash.train import checkpoint, preflight, probe, schedule, trackers
 from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
-from dflash.train.child import end_with_parent, leave_failure, resolved_params
+from dflash.train.child import end_with_parent, handed_over, leave_failure
 from dflash.train.continuation import load_parent
 from dflash.train.forward import DraftForward, parts
 from dflash.train.objective import labels_and_weights, objective
@@ -644,19 +642,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_parent(arguments.parent)
     attempt = Attempt.read(attempt_path(arguments.directory, arguments.attempt))
     try:
-        params_file = read_params(arguments.directory)
-        placement = attempt.placement
-        params = resolved_params(params_file.params, placement.values)
-        target_path = Path(placement.target_path) if placement.target_path else None
-        inputs = load_inputs(params_file, arguments.store, target_path=target_path)
-        context = HostContext(
-            host=placement.host,
-            device=placement.device,
-            threads=placement.threads,
-            attempt=attempt.attempt,
-            placement={**placement.values, "accept_env": placement.accept_env},
-            progress=Progress("train"),
-        )
+        params, inputs, context = handed_over(arguments.directory, arguments.store, attempt)
         _train(params, inputs, arguments.directory, context, ending)
     except DflashError as error:
         print(f"{now()} {error.kind}: {error.message()}", file=sys.stderr, flush=True)

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 from report_store import Story, make_run
 
-from dflash.report.tables import COLUMNS, csv_text, results_table, shown_steps, tau_tables, tidy, verdict
+from dflash.evaluate.metrics import COLUMNS
+from dflash.report.tables import csv_text, results_table, shown_steps, tau_tables, tidy, verdict
 
 REPORT = Path("results/runs/demo/latest/report.html")
 
