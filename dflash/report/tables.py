@@ -231,9 +231,11 @@ def _named(table: TauTable, several: bool) -> str:
 
 def _caption(table: TauTable) -> str:
     sizes = " and ".join(str(size) for size in table.block_sizes) or "unknown"
+    known = {"committed_with_bonus": "the bonus token counted"}
+    conventions = "; ".join(known.get(name, name) for name in table.conventions) or "no convention given"
     return (
-        f"tau on {table.prompt_set}, {table.kernel} kernels: tokens committed per verification, "
-        f"pooled over n requests, with intervals. Block size {sizes}; {'; '.join(table.conventions) or 'no convention given'}."
+        f"tau on {table.prompt_set}, {table.kernel} kernels: tokens committed per verification, pooled over n requests, "
+        f"with bootstrap intervals. Block size {sizes}; {conventions}."
     )
 
 
