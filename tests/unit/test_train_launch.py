@@ -87,7 +87,7 @@ def test_a_stopped_training_is_not_revived_and_the_message_says_what_to_do(train
     with pytest.raises(PermanentError) as refused:
         training.ensure_alive(4)
     said = refused.value.message()
-    assert said.endswith("`dflash run --resume` continues it, `dflash stop --finish` reports what exists.")
+    assert said.endswith("`dflash run --resume` continues it, `dflash stop demo --finish` reports what exists.")
     assert f"run demo was stopped by {marker.by} at {marker.at}" in said
     assert starts() == []
     assert schedule.read_schedule(training.directory) == []
