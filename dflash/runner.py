@@ -133,6 +133,7 @@ def _run_locked(job: Job) -> Receipt:
     )
     receipt.write(job.receipt)
     job.failure.unlink(missing_ok=True)
+    _say_how_far(job, "evaluated")
     return receipt
 
 
@@ -275,7 +276,16 @@ def _wait_for_checkpoint(job: Job) -> Receipt:
         environment=store_environment(job.store, manifest.environment),
     )
     receipt.write(job.receipt)
+    _say_how_far(job, "trained")
     return receipt
+
+
+def _say_how_far(job: Job, done: str) -> None:
+    """How many of the scheduled checkpoints have been trained, or evaluated."""
+    steps = job.placement.get("steps")
+    if job.step is not None and steps:
+        count = sum(receipt_path(job.directory, job.stage.name, step).exists() for step in steps)
+        Progress(job.label).say(f"{count} of {len(steps)} checkpoints {done}")
 
 
 def placement_fields(stage: Stage) -> list[str]:

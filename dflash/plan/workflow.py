@@ -138,7 +138,7 @@ class Targets:
         """JSON of what enters no key: paths, device, chunk sizes, scheduled steps."""
         node = self.node(stage, wildcards)
         placed: dict[str, Any] = {**node.placement, "node": node.name}
-        if stage == "train":
+        if node.stage.stepwise:
             placed["steps"] = node.steps
             placed["accept_env"] = os.environ.get(ACCEPT_ENV, "")
         if stage == "report":
