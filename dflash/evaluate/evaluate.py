@@ -156,10 +156,10 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
             name = f"{row['prompt_set']}/{row['id'][:12]}"
             tally.add(kernel, row, continuation, reader.read(number, continuation.prompt + continuation.output, name))
             host_context.progress.update(number + 1, len(rows), f"requests under {kernel}")
-    for kernel, sets in tally.tau().items():
+    for form, sets in tally.tau().items():
         for name, values in sets.items():
             said = ", ".join(f"{method} {value:.2f}" for method, value in values.items())
-            host_context.progress.say(f"tau on {name} under {kernel}: {said}")
+            host_context.progress.say(f"tau on {name} under {form}: {said}")
     beaten = beaten_by(tally.tau())
     for entry in beaten:
         host_context.progress.say(
