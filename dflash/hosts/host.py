@@ -7,6 +7,7 @@ any host, and its lease and files tell the rest. Costs one process a call.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,11 +105,9 @@ class LocalHost:
         except FileNotFoundError as error:
             raise _no_program(argv, self.id) from error
         assert process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it ended before it had read everything; its status says why
             for piece in stdin:
                 process.stdin.write(piece)
-        except BrokenPipeError:
-            pass  # it ended before it had read everything; its status says why
         out, err = process.communicate()
         return Finished(process.returncode, out, err.decode(errors="replace"))
 
