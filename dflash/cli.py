@@ -317,7 +317,7 @@ def main() -> None:
     except DflashError as error:
         if os.environ.get("DFLASH_DEBUG"):
             raise
-        if type(error).__name__ != "RepeatedFailure":
+        if not error.told:
             print(f"dflash: {error.message()}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from dflash.base.environment import collect, store_environment
 from dflash.base.errors import CorruptError, DflashError, PermanentError
-from dflash.base.files import DigestCache, fsync_directory, locked, sha256_file, write_json
+from dflash.base.files import DigestCache, append_line, fsync_directory, locked, sha256_file, write_json
 from dflash.base.params import PLACEMENT, Params
 from dflash.base.progress import Progress
 from dflash.base.records import Failure, OutputFile, ParamsFile, Receipt, now
@@ -40,6 +40,8 @@ CONTROLLER = "DFLASH_CONTROLLER"
 
 class RepeatedFailure(PermanentError):
     """A retry of what has failed for good in this invocation; its cause was printed when it failed."""
+
+    told = True
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ def _run_locked(job: Job) -> Receipt:
     work = job.directory / (f".work.step_{job.step}" if job.step is not None else ".work")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    outputs = job.stage.run()(params, inputs, work, host_context(job))
+    context = host_context(job, _begin_attempt(job))
+    outputs = job.stage.run()(params, inputs, work, context)
     if not outputs.counts.balanced():
         raise PermanentError(
             f"{outputs.counts.total} inputs, but ok {outputs.counts.ok} + error {outputs.counts.error} + skipped "
@@ -123,10 +126,10 @@ def _run_locked(job: Job) -> Receipt:
         step=job.step,
         outputs=files,
         inputs=input_digests(inputs),
-        host=host_context(job).host,
+        host=context.host,
         started=started,
         finished=now(),
-        attempt=_attempt(job),
+        attempt=context.attempt,
         environment=store_environment(job.store, collect(outputs.kernels)),
         counts=outputs.counts,
         results=outputs.results,
@@ -198,21 +201,24 @@ def input_digests(inputs: Inputs) -> dict[str, str]:
     return {name: item.receipt.content_digest() for name, item in inputs.upstream.items() if item.receipt is not None}
 
 
-def host_context(job: Job) -> HostContext:
+def host_context(job: Job, attempt: int = 1) -> HostContext:
     """This host, as stages see it."""
     placement = {**job.placement, "store": str(job.store), "run": job.run, "scratch": str(job.directory / "partial")}
     return HostContext(
         host=str(job.placement.get("host", "local")),
         device=str(job.placement.get("device", "cpu")),
         threads=int(job.placement.get("threads", 1)),
-        attempt=_attempt(job),
+        attempt=attempt,
         placement=placement,
         progress=Progress(job.label),
     )
 
 
-def _attempt(job: Job) -> int:
-    return int(job.placement.get("attempt", 1))
+def _begin_attempt(job: Job) -> int:
+    """Counts this attempt, durably, and returns its number from 1; killed attempts count too. Call under the job's lock."""
+    path = job.directory / (f".attempts.step_{job.step}" if job.step is not None else ".attempts")
+    append_line(path, now())
+    return len(path.read_text().splitlines())
 
 
 def _publish(work: Path, directory: Path, outputs: Outputs) -> list[OutputFile]:

@@ -21,6 +21,8 @@ class DflashError(Exception):
 
     kind = "error"
     exit_code = 1
+    told = False
+    """Whether the reader has seen the message already, so that the command line need not print it."""
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         self.what = what

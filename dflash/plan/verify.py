@@ -7,7 +7,6 @@ an output (digests are remembered by inode, size and modification time); `deep` 
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,9 +156,3 @@ def _rebuild_params(node: Node) -> None:
         read_params(node.directory)
     except CorruptError:
         node.params.write(node.directory / "params.json")
-
-
-def remove_private_folders(node: Node) -> None:
-    """Deletes what killed attempts left behind in a result's folder."""
-    for folder in node.directory.glob(".work*"):
-        shutil.rmtree(folder, ignore_errors=True)

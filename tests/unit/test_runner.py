@@ -113,7 +113,9 @@ def test_a_stage_killed_in_the_middle_leaves_no_receipt_and_the_next_attempt_sta
     done = subprocess.run([sys.executable, "-c", script, *arguments], check=False)
     assert done.returncode == -9
     assert not job.receipt.exists()
-    assert run_job(job).outputs
+    receipt = run_job(job)
+    assert receipt.outputs
+    assert receipt.attempt == 2
     assert not list(job.directory.glob(".work*"))
 
 
