@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 START_TIMEOUT = 20.0
+MARK = "DFLASH_TEST_SSHD"
+"""A variable of every command that a server starts: the server's folder."""
 
 CONFIG = """\
 Port {port}
@@ -123,11 +125,15 @@ class Sshd:
                 os.kill(pid, signal.SIGKILL)
         return len(found)
 
+    def commands(self) -> list[int]:
+        """Pids of what this server ever started and still lives, detached or not, known by a variable of theirs."""
+        return [pid for pid in all_processes() if f"{MARK}={self.folder}".encode() in environment_of(pid)]
+
     def stop(self) -> None:
-        """Ends the server and all its connections."""
+        """Ends the server, all its connections and every command that it ever started."""
         found = descendants(self.process.pid)
         self.process.terminate()
-        for pid in found:
+        for pid in {*found, *self.commands()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -163,7 +169,7 @@ def start_sshd(
         for suffix in ("", ".pub"):
             shutil.copy(f"{client_key}{suffix}", folder / f"client_key{suffix}")
     shutil.copy(folder / "client_key.pub", folder / "authorized_keys")
-    variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    variables = {"OMP_NUM_THREADS": "1", MARK: str(folder), **(environment or {})}
     for _ in range(5):
         port = free_port()
         (folder / "sshd_config").write_text(
@@ -226,14 +232,26 @@ def command_name(pid: int) -> str:
     return ""
 
 
+def all_processes() -> list[int]:
+    """Pids of all processes of the machine."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def environment_of(pid: int) -> list[bytes]:
+    """`NAME=value` of every variable that a process was started with; empty when it is gone or somebody else's."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
 def descendants(ancestor: int) -> list[int]:
     """Pids of all living descendants of a process."""
     parents: dict[int, int] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for pid in all_processes():
         with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             if fields[0] != "Z":
-                parents[int(path.parent.name)] = int(fields[1])
+                parents[pid] = int(fields[1])
     found = [ancestor]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from proxy import Proxy
-from sshd import Sshd
+from sshd import Sshd, command_name
 
 
 def ssh(server: Sshd, *command: str, port: int | None = None) -> list[str]:
@@ -40,6 +40,9 @@ def test_killed_children_end_the_connection_and_nothing_else(sshd: Sshd) -> None
         assert sshd.kill_children() > 0
         assert client.wait(10) == 255
     assert subprocess.run(ssh(sshd, "true"), timeout=30, check=False).returncode == 0
+    assert "sleep" in {command_name(pid) for pid in sshd.commands()}, "the command outlives its connection"
+    sshd.stop()
+    assert sshd.commands() == []
 
 
 @pytest.fixture
