@@ -44,6 +44,12 @@ LAUNCH_TIMEOUT = 120.0
 """Seconds a launcher may take to hold the lease."""
 ALREADY_HELD = 3
 """Exit status of a launcher that found the lease taken: somebody else's launcher is there already."""
+DEVICE_HELD = 7
+"""Exit status of a launcher whose GPU another training holds."""
+QUEUE_POLL = 3.0
+"""Seconds between two tries to get a GPU that is held."""
+QUEUE_SAY = 60.0
+"""Seconds between two lines that say who holds it."""
 
 
 def invocation_id(given: str | None) -> str:
@@ -62,8 +68,11 @@ def ensure_alive(
     steps: Iterable[int],
     *,
     invocation: str | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Makes sure that every step either exists or has a trainer at work on it. Returns as soon as that is so.
+
+    While another training holds the GPU it waits in line, and says behind whom.
 
     Args:
         directory: the training's folder, with its `params.json`.
@@ -73,6 +82,7 @@ def ensure_alive(
         steps: scheduled steps of that run; they join the training's schedule.
         invocation: the call of the workflow (default: `DFLASH_INVOCATION`); a permanent failure of the same call is
             repeated at once rather than tried again.
+        progress: where it says that it waits.
 
     Raises:
         PermanentError: the run was stopped; a step was passed unsaved; or this invocation has failed for good already.
@@ -87,7 +97,13 @@ def ensure_alive(
     if not ahead or _at_work(directory):
         return
     _refuse_known_failure(directory, invocation_id(invocation))
-    _start_launcher(directory, store, placement, run, invocation_id(invocation))
+    told = -QUEUE_SAY
+    while held_by := _start_launcher(directory, store, placement, run, invocation_id(invocation)):
+        if time.monotonic() - told >= QUEUE_SAY:
+            (progress or Progress("train")).say(f"waiting in line: {held_by}")
+            told = time.monotonic()
+        time.sleep(QUEUE_POLL)
+        refuse_stopped(directory)
 
 
 def wait_for_step(
@@ -140,6 +156,22 @@ def stop(directory: Path, run: str, *, finish: bool = False, timeout: float = 60
             )
         time.sleep(poll)
     return marker
+
+
+def refuse_foreign(directory: Path, *, force: bool) -> None:
+    """Refuses to touch a training that another user or another checkout has started, unless forced to.
+
+    Raises:
+        PermanentError: names the run, its user and its checkout.
+    """
+    holder = lease.holder(schedule.lease_path(directory))
+    if holder is None or force or (holder.user, holder.clone) == (lease.user_name(), lease.clone_name()):
+        return
+    raise PermanentError(
+        f"this training belongs to {holder.user}, run {holder.run}, from {holder.clone} (pid {holder.pid})",
+        where=str(directory),
+        remedy="Ask them, or end it all the same with `--force`.",
+    )
 
 
 def checkpoint_now(directory: Path, run: str, *, timeout: float = 3600.0, poll: float = 0.1) -> int:
@@ -253,17 +285,21 @@ def _failed(failure: Failure, path: Path) -> DflashError:
     return kinds.get(failure.kind, PermanentError)(f"training failed for good: {failure.message}", where=str(path))
 
 
-def _start_launcher(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> None:
+def _start_launcher(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> str:
+    """Starts a launcher; returns who holds its GPU, or nothing when a trainer is at work."""
     argv = [sys.executable, "-m", "dflash.train.launch", "--directory", str(directory.absolute())]
     argv += ["--store", str(store.absolute()), "--placement", str(placement.absolute())]
     argv += ["--run", run, "--invocation", invocation]
     done = LocalHost().run(argv, timeout=LAUNCH_TIMEOUT, environment=_environment())
+    if done.status == DEVICE_HELD:
+        return done.stderr.strip() or "somebody else's training"
     if done.status not in (0, ALREADY_HELD):
         message = done.stderr.strip() or f"exit status {done.status}"
         kind = (
             PermanentError if done.status in (2, EXIT_BY_KIND["permanent"], EXIT_BY_KIND["corrupt"]) else TransientError
         )
         raise kind(f"the launcher failed: {message}", where=str(directory))
+    return ""
 
 
 def _environment() -> dict[str, str]:
@@ -399,6 +435,8 @@ class _Launcher:
         paths = {schedule.lease_path(self.directory): f"training {self.params.key}"}
         for rank in range(1 if self.topology.colocate else self.topology.targets + self.topology.drafters):
             paths |= lease.gpu_leases(rank_device(self.placement.device, rank))
+        if self.placement.device == "cpu" and self.placement.host != "local":
+            paths |= lease.cpu_lease(self.placement.host)
         held = lease.acquire(paths, lease.new_record(f"training {self.params.key}", self.params.key, self.run))
         try:
             refuse_stopped(self.directory)
@@ -523,7 +561,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The launcher's command line; see the module's docstring.
 
     Exit status: 0 the lease is held and the trainer starts (with `--foreground`: the trainer has ended well), 3 somebody
-    holds the lease already, 2 config, 4 permanent, 5 corrupt, 6 transient.
+    holds the lease already, 2 config, 4 permanent, 5 corrupt, 6 transient, 7 another training holds the GPU.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dflash.train.launch", description="Hold a training and its trainer."
@@ -544,8 +582,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             writer = _detach(launcher.directory / "trainer.log")
         held = launcher.take_lease()
     except DflashError as error:
-        held_already = isinstance(error, lease.LeaseHeld) and error.holder.key == arguments.directory.name
-        status = ALREADY_HELD if held_already else EXIT_BY_KIND.get(error.kind, 1)
+        status = EXIT_BY_KIND.get(error.kind, 1)
+        if isinstance(error, lease.LeaseHeld):
+            status = ALREADY_HELD if error.holder.key == arguments.directory.name else DEVICE_HELD
         _report(writer, status, error.message())
         return status
     _report(writer, 0, "")
