@@ -1,0 +1,325 @@
+"""How far ends are started and talked to: the system's `ssh` and paramiko behind one small interface.
+
+With `ssh` on both sides a data stream never enters this process: the kernel's pipe joins the two ssh processes, as in
+`ssh a cat | ssh b cat`. With paramiko a thread moves the bytes (about 250 MB/s a core). Nothing here waits without a
+deadline: reads happen on threads, and whoever waits for them counts the seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import queue
+import select
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+from dflash.base.errors import CorruptError, DflashError, PermanentError, TransientError
+from dflash.hosts.host import Finished, Host
+from dflash.ship import sink
+
+Plane = Literal["ssh", "paramiko"]
+
+PIPE_BYTES = 1 << 20
+WRITE_DEADLINE = 12.0
+GOODBYE = 1.0
+"""Seconds that a far end gets to tidy up when its input has ended."""
+
+
+class SourceChanged(CorruptError):
+    """The source did not stand still; what was copied of it is worth nothing."""
+
+
+class Process(Protocol):
+    """A process on a host, seen from here."""
+
+    def read(self) -> bytes:
+        """Some of its output; empty at the end."""
+
+    def write(self, data: bytes) -> None:
+        """Writes all of `data`, within a deadline.
+
+        Raises:
+            TransientError: it takes nothing more.
+        """
+
+    def close_stdin(self) -> None:
+        """Ends its input."""
+
+    def wait(self, timeout: float) -> int | None:
+        """Its exit status; None when it is still at work after `timeout` seconds."""
+
+    def kill(self) -> None:
+        """Ends it, or at least the way to it."""
+
+    def stderr(self) -> str:
+        """What it complained about so far."""
+
+
+class SystemProcess:
+    """A local process, mostly an `ssh` that runs another one elsewhere."""
+
+    def __init__(self, argv: Sequence[str], *, stdin: int | None = None, stdout: int | None = None) -> None:
+        self._complaints = tempfile.TemporaryFile()
+        try:
+            self._process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.PIPE if stdin is None else stdin,
+                stdout=subprocess.PIPE if stdout is None else stdout,
+                stderr=self._complaints,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise PermanentError(f"cannot start `{argv[0]}`: {error.strerror}", remedy="Install it.") from error
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+
+    def read(self) -> bytes:
+        """See `Process.read`."""
+        assert self._process.stdout is not None
+        return os.read(self._process.stdout.fileno(), 1 << 20)
+
+    def write(self, data: bytes) -> None:
+        """See `Process.write`."""
+        assert self._process.stdin is not None
+        descriptor = self._process.stdin.fileno()
+        rest = memoryview(data)
+        try:
+            while rest:
+                if not select.select([], [descriptor], [], WRITE_DEADLINE)[1]:
+                    raise TransientError(f"nothing was taken for {WRITE_DEADLINE:.0f} s")
+                with contextlib.suppress(BlockingIOError):
+                    rest = rest[os.write(descriptor, rest) :]
+        except (BrokenPipeError, ValueError) as error:
+            raise TransientError("the connection has ended") from error
+
+    def close_stdin(self) -> None:
+        """See `Process.close_stdin`."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def wait(self, timeout: float) -> int | None:
+        """See `Process.wait`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout)
+        return None
+
+    def kill(self) -> None:
+        """See `Process.kill`. The whole session goes: a wrap or a jump has processes of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stderr(self) -> str:
+        """See `Process.stderr`."""
+        size = os.fstat(self._complaints.fileno()).st_size
+        return os.pread(self._complaints.fileno(), 4096, max(0, size - 4096)).decode(errors="replace")
+
+
+class Peer:
+    """One far end: requests to it, messages from it into a shared inbox, and how long it has been silent."""
+
+    def __init__(self, name: str, host: Host, argv: Sequence[str], process: Process, inbox: Inbox) -> None:
+        self.name, self.host, self.process = name, host, process
+        self.received = self.stored = 0
+        self.heard = time.monotonic()
+        self.data = name == "store"
+        self.finished = False
+        self._argv = argv
+        self._inbox = inbox
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        held = b""
+        message: dict[str, Any] = {"is": "gone"}
+        try:
+            while piece := self.process.read():
+                *lines, held = (held + piece).split(b"\n")
+                for line in lines:
+                    self._take(sink.decode(line))
+        except (ValueError, OSError, DflashError) as error:
+            message["why"] = str(error)
+        if not self.finished:
+            self._inbox.put((self, message))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """A data end is alive when bytes arrive or it is at work on them; a control end when it says anything."""
+        if message["is"] in ("beat", "done"):
+            moved = message["received"] != self.received
+            self.received, self.stored = message["received"], message["stored"]
+            if self.data and not moved and not message.get("busy", True):
+                return
+        self.heard = time.monotonic()
+        self.finished = self.finished or message["is"] in ("done", "left")
+        if message["is"] != "beat":
+            self._inbox.put((self, message))
+
+    def ask(self, **request: Any) -> None:
+        """Sends a request."""
+        self.process.write(sink.encode(request))
+
+    def beat(self) -> None:
+        """A sign of life from here."""
+        with contextlib.suppress(DflashError, OSError):
+            self.process.write(b"\n")
+
+    def error(self, message: dict[str, Any]) -> DflashError:
+        """What the far end says went wrong, as this project's errors."""
+        kinds = {"permanent": PermanentError, "corrupt": CorruptError, "changed": SourceChanged}
+        kind = kinds.get(message["kind"], TransientError)
+        where = f"{self.host.id}:{message['where']}" if message["where"] else self.host.id
+        return kind(message["what"], where=where, remedy=message["remedy"])
+
+    def lost(self, why: str = "") -> DflashError:
+        """What to say when it ended before its work did. A refused host key or login is permanent; the host knows."""
+        return ended(self.process, self.host, self._argv, f"{self.name} end", why)
+
+    def end(self) -> None:
+        """Lets it tidy up for a moment, then ends it."""
+        with contextlib.suppress(OSError, DflashError):
+            self.process.close_stdin()
+        if self.process.wait(GOODBYE) is None:
+            self.process.kill()
+
+
+Inbox = queue.Queue[tuple[Peer, dict[str, Any]]]
+
+
+def ended(process: Process, host: Host, argv: Sequence[str], name: str, why: str = "") -> DflashError:
+    """What to say of a process that ended too early."""
+    status = process.wait(GOODBYE)
+    complaint = process.stderr()
+    finished = Finished(-1 if status is None else status, b"", complaint)
+    judge = getattr(host, "judged", None)
+    if judge is not None:
+        try:
+            judge(argv, finished)
+        except DflashError as error:
+            return error
+    last = [line.strip() for line in complaint.splitlines() if line.strip()][-1:] or [why or "no reason given"]
+    return TransientError(f"the {name} ended before its work did (status {status}: {last[0]})", where=host.id)
+
+
+def start(host: Host, argv: Sequence[str], plane: Plane) -> Process:
+    """Starts a process on a host. paramiko is used where asked for and where the host can be reached by it.
+
+    Raises:
+        PermanentError: no such program; the host refuses us. TransientError: the connection failed.
+    """
+    channel = getattr(host, "channel", None)
+    if plane == "paramiko" and channel is not None:
+        opened: Process = ChannelProcess(channel(argv))
+        return opened
+    return SystemProcess(host.command(argv))
+
+
+class ChannelProcess:
+    """A process behind a paramiko channel."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def read(self) -> bytes:
+        """See `Process.read`."""
+        return bytes(self._channel.read(1 << 20))
+
+    def write(self, data: bytes) -> None:
+        """See `Process.write`."""
+        self._channel.write(data)
+
+    def close_stdin(self) -> None:
+        """See `Process.close_stdin`."""
+        self._channel.close_stdin()
+
+    def wait(self, timeout: float) -> int | None:
+        """See `Process.wait`."""
+        try:
+            return int(self._channel.wait(timeout))
+        except DflashError:
+            return None
+
+    def kill(self) -> None:
+        """See `Process.kill`."""
+        self._channel.kill()
+
+    def stderr(self) -> str:
+        """See `Process.stderr`."""
+        return str(self._channel.stderr())
+
+
+class Stream:
+    """One data stream: `send` at the source, `store` at the destination, and a pipe between them."""
+
+    def __init__(
+        self,
+        source: tuple[Host, Sequence[str]],
+        destination: tuple[Host, Sequence[str]],
+        plane: Plane,
+        request: dict[str, Any],
+        header: dict[str, Any],
+        inbox: Inbox,
+    ) -> None:
+        self._source, self._destination = source, destination
+        self.send: Process
+        paramiko = plane == "paramiko" and any(hasattr(host, "channel") for host in (source[0], destination[0]))
+        if request.get("command"):
+            self.send = start(*source, plane)
+            self.store = Peer("store", destination[0], destination[1], self.send, inbox)
+            request = {**request, "header": header}
+        elif paramiko:
+            self._pumped(plane, header, inbox)
+        else:
+            self._joined(header, inbox)
+        self.send.write(sink.encode(request))
+
+    def _joined(self, header: dict[str, Any], inbox: Inbox) -> None:
+        reading, writing = os.pipe()
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            os.write(writing, sink.encode(header))
+            host, argv = self._destination
+            self.store = Peer("store", host, argv, SystemProcess(host.command(argv), stdin=reading), inbox)
+            self.send = SystemProcess(self._source[0].command(self._source[1]), stdout=writing)
+        finally:
+            os.close(reading)
+            os.close(writing)
+
+    def _pumped(self, plane: Plane, header: dict[str, Any], inbox: Inbox) -> None:
+        host, argv = self._destination
+        self.store = Peer("store", host, argv, start(host, argv, plane), inbox)
+        self.store.process.write(sink.encode(header))
+        self.send = start(*self._source, plane)
+        threading.Thread(target=self._pump, daemon=True).start()
+
+    def _pump(self) -> None:
+        """What `send` says goes to `store`; whatever ends it, `store` then sees an end without the END frame."""
+        with contextlib.suppress(OSError, DflashError, ValueError):
+            while piece := self.send.read():
+                self.store.process.write(piece)
+        with contextlib.suppress(OSError, DflashError, ValueError):
+            self.store.process.close_stdin()
+
+    def beat(self) -> None:
+        """A sign of life to `send`; that of `store` comes from `send`."""
+        with contextlib.suppress(DflashError, OSError):
+            self.send.write(b"\n")
+
+    def cause(self) -> DflashError | None:
+        """Why `send` has ended, if it has and badly: more telling than `store`, which only saw its input end."""
+        if self.send is self.store.process or not self.send.wait(GOODBYE):
+            return None
+        return ended(self.send, self._source[0], self._source[1], "sending end")
+
+    def end(self) -> None:
+        """Ends both processes."""
+        self.send.kill()
+        if self.store.process is not self.send and self.store.process.wait(GOODBYE) is None:
+            self.store.process.kill()
