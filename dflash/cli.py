@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -92,12 +93,12 @@ def plan(
     from dflash.plan.graph import build_plan
     from dflash.plan.verify import find_damage
     from dflash.plan.workflow import DEFAULT_CONFIG
-    from dflash.run import plan_as_json, print_plan, require_reachable
+    from dflash.run import check_elsewhere, plan_as_json, print_plan, require_reachable
 
     made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
     print(plan_as_json(made)) if as_json else print_plan(made)
     sys.stdout.flush()
-    damages = find_damage(made) if verify else []
+    damages = find_damage(made, there=check_elsewhere(made), everything=True) if verify else []
     for damage in damages:
         print(f"damaged: {damage.sentence()}; made again by {damage.remedy()}", file=sys.stderr)
     require_decisions(made)
@@ -158,52 +159,47 @@ def _planned(run_name: str, configfile: list[Path] | None) -> tuple[Plan, Planne
     return made, runs[0]
 
 
-def _training_of(run_name: str, configfile: list[Path] | None) -> Path:
-    """The folder of a run's training, which has begun."""
-    directory = _planned(run_name, configfile)[1].nodes["train"].directory
-    if not directory.is_dir():
-        raise PermanentError(f"run {run_name} has not begun to train", where=str(directory))
-    return directory
+def _training_of(
+    run_name: str, configfile: list[Path] | None
+) -> tuple[Path, Callable[[dict[str, Any]], dict[str, Any]] | None]:
+    """The folder of a run's training, which has begun, and what asks its host when that is another machine."""
+    from dflash.plan.places import LOCAL, planned_place
+
+    made, planned = _planned(run_name, configfile)
+    node = planned.nodes["train"]
+    if not node.directory.is_dir():
+        raise PermanentError(f"run {run_name} has not begun to train", where=str(node.directory))
+    place = planned_place(made, node)
+    if place == LOCAL:
+        return node.directory, None
+    from dflash.remote import of_training
+
+    host = made.config.inventory.get(place)
+    return node.directory, lambda request: of_training(host, made.store, node.key, request)
 
 
 @app.command()
 def stop(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")],
     finish: Annotated[bool, typer.Option("--finish", help="evaluate and report what exists on the next run")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also a training that somebody else has started")] = False,
     configfile: ConfigFiles = None,
 ) -> None:
     """End a run's training after its present step; a rerun does not revive it (`dflash run --resume` does)."""
-    from dflash.train.launch import stop as stop_training
+    from dflash.train.launch import stop_training
 
-    directory = _training_of(run_name, configfile)
-    _require_something_to_stop(directory, run_name)
-    marker = stop_training(directory, run_name, finish=finish)
+    directory, elsewhere = _training_of(run_name, configfile)
+    if elsewhere is not None:
+        elsewhere({"do": "stop", "run": run_name, "finish": finish, "force": force})
+    else:
+        stop_training(directory, run_name, finish=finish, force=force)
     config = "".join(f" --configfile {path}" for path in configfile or [])
     tail = (
         f"`dflash run{config}` evaluates and reports the scheduled checkpoints that exist"
-        if marker.finish
+        if finish
         else f"`dflash run --resume{config}` continues it, `dflash stop {run_name} --finish{config}` reports what exists"
     )
     print(f"training of {run_name} ({directory.name}) has ended; {tail}")
-
-
-def _require_something_to_stop(directory: Path, run_name: str) -> None:
-    """Refuses to mark a training stopped when it is complete, or when the one at work belongs to another config."""
-    from dflash.hosts.lease import holder
-    from dflash.train import schedule
-
-    if holder(schedule.lease_path(directory)) is not None:
-        return
-    for other in sorted(directory.parent.iterdir()):
-        record = holder(schedule.lease_path(other)) if other != directory and other.is_dir() else None
-        if record is not None and run_name in record.run.split("+"):
-            raise PermanentError(
-                f"no training of {run_name} is at work under this config ({directory.name}), but {other.name} is",
-                remedy="Name the config of that one with --configfile.",
-            )
-    scheduled = schedule.read_schedule(directory)
-    if scheduled and all(schedule.exists(directory, step) for step in scheduled):
-        raise PermanentError(f"training of {run_name} ({directory.name}) is complete; there is nothing to stop")
 
 
 @app.command()
@@ -217,8 +213,11 @@ def checkpoint(
 
     if not at_once:
         raise ConfigError("`dflash checkpoint` needs `--now`", remedy="Later steps: train.checkpoint_every.")
-    directory = _training_of(run_name, configfile)
-    step = checkpoint_now(directory, run_name)
+    directory, elsewhere = _training_of(run_name, configfile)
+    if elsewhere is not None:
+        step = int(elsewhere({"do": "checkpoint", "run": run_name})["step"])
+    else:
+        step = checkpoint_now(directory, run_name)
     print(f"step {step} of {run_name} is saved: {directory / f'step_{step}'}")
 
 
@@ -273,6 +272,18 @@ def stage(
     except ValueError as error:
         raise ConfigError(f"`--placement` is not JSON ({error})") from error
     main_stage(name, params, store, step, placed, run_name)
+
+
+@app.command("ship-result", hidden=True)
+def ship_result(
+    record: Path,
+    store: Annotated[Path, typer.Option("--store", help="root of the store")],
+    shipment: Annotated[str, typer.Option("--shipment", help="JSON: what, from where, to where")],
+) -> None:
+    """Ship one result to another host; what the rules call."""
+    from dflash.shipments import ship_result as run_shipment
+
+    run_shipment(record, store, json.loads(shipment))
 
 
 @app.command("write-params", hidden=True)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError, TransientError
 from dflash.base.records import Failure
@@ -28,9 +29,10 @@ from dflash.plan.code import source_root
 from dflash.plan.config import load_config
 from dflash.plan.costly import decide_recompute, require_decisions
 from dflash.plan.explain import reasons
-from dflash.plan.graph import Plan, build_plan
+from dflash.plan.graph import Node, Plan, build_plan
 from dflash.plan.links import relink_latest
-from dflash.plan.verify import find_damage, retire
+from dflash.plan.places import LOCAL, place_of, planned_place
+from dflash.plan.verify import CheckThere, find_damage, retire
 from dflash.plan.workflow import ACCEPT_ENV, DEFAULT_CONFIG
 from dflash.runner import INVOCATION, controller_identity, process_start
 
@@ -74,8 +76,9 @@ def run(options: RunOptions) -> int:
     """
     plan = build_plan(load_config(options.files))
     require_reachable(plan)
+    there = check_elsewhere(plan)
     if options.dry_run:
-        for damage in find_damage(plan, deep=options.deep):
+        for damage in find_damage(plan, deep=options.deep, there=there, everything=options.deep):
             say(f"damaged: {damage.sentence()}; made again by {damage.remedy()}")
         require_decisions(plan)
         print_plan(plan)
@@ -85,7 +88,7 @@ def run(options: RunOptions) -> int:
         decide_recompute(plan, options.recompute)
         _stopped(plan, resume=options.resume)
         for _ in range(MAX_ROUNDS):
-            damages = find_damage(plan, deep=options.deep)
+            damages = find_damage(plan, deep=options.deep, there=there, everything=options.deep)
             if damages:
                 for damage in damages:
                     say(f"damaged: {damage.sentence()}")
@@ -148,11 +151,49 @@ def require_reachable(plan: Plan) -> None:
             refuse_passed(node.directory, [step for step in node.steps if not node.receipt(step).exists()])
 
 
+def check_elsewhere(plan: Plan) -> CheckThere | None:
+    """What asks other hosts about the files that were left there; None when everything is here."""
+    inventory = plan.config.inventory
+    if all(place_of(inventory, host) == LOCAL for host in inventory.ids()):
+        return None
+
+    def check(place: str, files: list[list[Any]], shipped: list[str], *, deep: bool = False) -> dict[str, str]:
+        from dflash.remote import check_there
+        from dflash.there import find_faults
+
+        if place == LOCAL:
+            return find_faults(Path(), files, shipped, deep=deep)
+        if place not in inventory.entries:
+            raise ConfigError(
+                f"results that are needed were made on `{place}`, which is no longer a host",
+                where=str(inventory.file),
+                remedy="Name it again, or delete their receipts so that they are made anew.",
+            )
+        try:
+            return check_there(inventory.get(place), files, shipped, deep=deep)
+        except TransientError as error:
+            say(f"what lies on {place} cannot be checked now: {error.what}")
+            return {}
+
+    return check
+
+
+def _resume_there(plan: Plan, node: Node) -> None:
+    """Removes the stop marker of a training on another host."""
+    from dflash.remote import of_training
+
+    place = planned_place(plan, node)
+    if place != LOCAL and node.missing():
+        of_training(plan.config.inventory.get(place), plan.store, node.key, {"do": "resume"})
+
+
 def _stopped(plan: Plan, *, resume: bool) -> None:
     """Refuses to revive a training that somebody stopped, unless asked to."""
     from dflash.train.launch import clear_stop, read_stop, refuse_stopped
 
     for node in plan.nodes.values():
+        if node.stage.name == "train" and resume:
+            _resume_there(plan, node)
         marker = read_stop(node.directory) if node.stage.name == "train" else None
         if marker is None:
             continue

@@ -264,7 +264,7 @@ def _wait_for_checkpoint(job: Job) -> Receipt:
 
     The receipt lists the exported drafter, not `manifest.json`, which holds times: equal trainings have equal receipts.
     """
-    from dflash.train.launch import ensure_alive, wait_for_step
+    from dflash.train.launch import ensure_alive, on_scheduler, train_segment, wait_for_step
 
     if job.step is None:
         raise PermanentError("train has one receipt a step; no step was given", where=job.label)
@@ -290,7 +290,10 @@ def _wait_for_checkpoint(job: Job) -> Receipt:
         },
     )
     steps = [int(step) for step in job.placement.get("steps", [job.step])]
-    ensure_alive(job.directory, job.store, placement, job.run, steps, progress=context.progress)
+    if on_scheduler():
+        train_segment(job.directory, job.store, placement, job.run, job.step, progress=context.progress)
+    else:
+        ensure_alive(job.directory, job.store, placement, job.run, steps, progress=context.progress)
     manifest = wait_for_step(job.directory, job.step, progress=context.progress)
     folder = checkpoint_directory(Path(), job.step) / "drafter"
     receipt = Receipt(

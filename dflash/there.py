@@ -41,8 +41,8 @@ TRAINING_FILES = ("metrics.jsonl", "placement.json", "schedule.json", "resolved.
 """What reports and inspections read of a training beside its checkpoints."""
 
 
-def watch_caller(silence: float = SILENCE) -> None:
-    """Ends this process group when stdin ends or is silent for `silence` seconds."""
+def watch_caller(answered: threading.Event, silence: float = SILENCE) -> None:
+    """Ends this process group when stdin ends or is silent for `silence` seconds before the answer is out."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
 
@@ -51,6 +51,8 @@ def watch_caller(silence: float = SILENCE) -> None:
             ready, _, _ = select.select([0], [], [], silence)
             if not ready or not os.read(0, 4096):
                 break
+        if answered.is_set():
+            return
         print("the controller is gone or cannot be heard; stopping", file=sys.stderr, flush=True)
         os.killpg(0, signal.SIGKILL)
 
@@ -179,8 +181,7 @@ def make_view(directory: Path, receipt: Receipt) -> Path:
 def do_stop(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
     """Ends a training, as `dflash stop` does."""
     directory = stage_directory(root / STORE, "train", request["key"])
-    launch.refuse_foreign(directory, force=bool(request["force"]))
-    launch.stop(directory, request["run"], finish=bool(request["finish"]))
+    launch.stop_training(directory, request["run"], finish=bool(request["finish"]), force=bool(request["force"]))
     return {}, [*_of_training(root, request), directory / "stop.json"]
 
 
@@ -202,7 +203,8 @@ def do_training(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], li
     directory = stage_directory(root / STORE, "train", request["key"])
     holder = launch.lease.holder(schedule.lease_path(directory))
     steps = schedule.existing_steps(directory)
-    return {"holder": holder.model_dump() if holder else None, "steps": steps}, _of_training(root, request)
+    found = {"holder": holder.model_dump() if holder else None, "steps": steps, **launch.health(directory)}
+    return found, _of_training(root, request)
 
 
 def _of_training(root: Path, request: dict[str, Any]) -> list[Path]:
@@ -258,8 +260,11 @@ def main() -> int:
     with os.fdopen(os.dup(0), "rb") as stream:
         request, files = bundle.unpack(stream)
     os.environ.update(request.get("environment", {}))
-    watch_caller(float(request.get("silence", SILENCE)))
-    out.write(answer(Path.cwd(), request, files))
+    answered = threading.Event()
+    watch_caller(answered, float(request.get("silence", SILENCE)))
+    told = answer(Path.cwd(), request, files)
+    answered.set()
+    out.write(told)
     out.close()
     return 0
 

@@ -10,6 +10,7 @@ Hosts that are this machine count as one place, `local`. Costs one small read fo
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,9 +71,16 @@ def made_at(plan: Plan, node: Node, step: int | None = None) -> str:
     """Where a result is, by its receipt, or will be."""
     path = node.receipt(step)
     try:
-        return place_of(plan.config.inventory, Receipt.read(path).host) if path.exists() else planned_place(plan, node)
-    except CorruptError:
+        host = _receipt_host(path, path.stat().st_mtime_ns)
+    except (OSError, CorruptError):
         return planned_place(plan, node)
+    return place_of(plan.config.inventory, host)
+
+
+@functools.lru_cache(maxsize=None)
+def _receipt_host(path: Path, _changed: int) -> str:
+    """The host that a receipt names, read once for each state of the file."""
+    return Receipt.read(path).host
 
 
 def ship_record(store: Path, key: str, host: str, step: int | None = None) -> Path:

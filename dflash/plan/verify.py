@@ -67,7 +67,7 @@ def find_damage(plan: Plan, *, deep: bool = False, there: CheckThere | None = No
         for step in node.steps if node.stage.stepwise else [None]:
             receipt = node.receipt(step)
             if receipt.exists() or receipt.is_symlink():
-                why = _fault(node, step, receipt, cache, deep, place_of(plan.config.inventory, _host_of(receipt)))
+                why = _fault(plan, node, step, cache, deep)
                 if why:
                     found.append(Damage(node, step, receipt, why))
     if there is not None:
@@ -80,13 +80,6 @@ def find_damage(plan: Plan, *, deep: bool = False, there: CheckThere | None = No
             found.append(Damage(run.nodes["report"], None, manifest, why))
     cache.save()
     return found
-
-
-def _host_of(receipt: Path) -> str:
-    try:
-        return Receipt.read(receipt).host
-    except CorruptError:
-        return LOCAL
 
 
 def damage_elsewhere(plan: Plan, there: CheckThere, everything: bool) -> list[Damage]:
@@ -164,7 +157,8 @@ def _retire(path: Path) -> None:
     path.replace(path.with_name(f"{path.name}.retired-{time.time_ns()}"))
 
 
-def _fault(node: Node, step: int | None, path: Path, cache: DigestCache, deep: bool, place: str) -> str | None:
+def _fault(plan: Plan, node: Node, step: int | None, cache: DigestCache, deep: bool) -> str | None:
+    path = node.receipt(step)
     try:
         receipt = Receipt.read(path)
         if receipt.key != node.key or receipt.stage != node.stage.name or receipt.step != step:
@@ -174,9 +168,10 @@ def _fault(node: Node, step: int | None, path: Path, cache: DigestCache, deep: b
             CheckpointManifest.read(checkpoint_directory(node.directory, step) / "manifest.json")
     except CorruptError as error:
         return error.message()
+    elsewhere = place_of(plan.config.inventory, receipt.host) != LOCAL
     for output in receipt.outputs:
         file = node.directory / output.path
-        if place != LOCAL and stays_there(output) and not file.exists():
+        if elsewhere and stays_there(output) and not file.exists():
             continue
         if not file.is_file():
             return f"{file} is missing"

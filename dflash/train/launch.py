@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ ALREADY_HELD = 3
 """Exit status of a launcher that found the lease taken: somebody else's launcher is there already."""
 DEVICE_HELD = 7
 """Exit status of a launcher whose GPU another training holds."""
+SCHEDULER_VARIABLES = ("DFLASH_FOREGROUND", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+"""By any of these a process knows that it is a scheduler's job; the first is for schedulers that set none of the others."""
 QUEUE_POLL = 3.0
 """Seconds between two tries to get a GPU that is held."""
 QUEUE_SAY = 60.0
@@ -158,6 +161,33 @@ def stop(directory: Path, run: str, *, finish: bool = False, timeout: float = 60
     return marker
 
 
+def stop_training(directory: Path, run: str, *, finish: bool, force: bool) -> None:
+    """`dflash stop`: ends a training that is ours, if there is anything to end.
+
+    Raises:
+        PermanentError: somebody else's, already complete, or another one of that run is at work. TransientError: see `stop`.
+    """
+    _require_something_to_stop(directory, run)
+    refuse_foreign(directory, force=force)
+    stop(directory, run, finish=finish)
+
+
+def _require_something_to_stop(directory: Path, run: str) -> None:
+    """Refuses to mark a training stopped when it is complete, or when the one at work belongs to another config."""
+    if lease.holder(schedule.lease_path(directory)) is not None:
+        return
+    for other in sorted(directory.parent.iterdir()):
+        record = lease.holder(schedule.lease_path(other)) if other != directory and other.is_dir() else None
+        if record is not None and run in record.run.split("+"):
+            raise PermanentError(
+                f"no training of {run} is at work under this config ({directory.name}), but {other.name} is",
+                remedy="Name the config of that one with --configfile.",
+            )
+    scheduled = schedule.read_schedule(directory)
+    if scheduled and all(schedule.exists(directory, step) for step in scheduled):
+        raise PermanentError(f"training of {run} ({directory.name}) is complete; there is nothing to stop")
+
+
 def refuse_foreign(directory: Path, *, force: bool) -> None:
     """Refuses to touch a training that another user or another checkout has started, unless forced to.
 
@@ -236,6 +266,46 @@ def refuse_stopped(directory: Path) -> None:
 # ---------------------------------------------------------------- their parts
 
 
+def on_scheduler() -> bool:
+    """Whether this is a job of a batch scheduler, which kills what a job leaves behind: then nothing can be detached."""
+    return any(os.environ.get(name) for name in SCHEDULER_VARIABLES)
+
+
+def train_segment(directory: Path, store: Path, placement: Path, run: str, step: int, *, progress: Progress) -> None:
+    """Trains up to one step in the foreground, as a job of a scheduler does, and returns when the trainer has ended.
+
+    Raises:
+        PermanentError, CorruptError: as `ensure_alive`. TransientError: another training holds the GPU.
+    """
+    if schedule.exists(directory, step):
+        return
+    refuse_stopped(directory)
+    schedule.merge_steps(directory, [step])
+    _refuse_known_failure(directory, invocation_id(None))
+    argv = _launcher_command(directory, store, placement, run, invocation_id(None))
+    watch = _Watch(directory, step, progress)
+    with (directory / "trainer.log").open("ab") as log:
+        launcher = subprocess.Popen(
+            [*argv, "--foreground"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
+        )
+        while launcher.poll() is None:
+            watch.look()
+            time.sleep(POLL)
+    if launcher.returncode == DEVICE_HELD:
+        raise TransientError(log_tail(directory, 1), where=str(directory), remedy="The scheduler gave one GPU to two jobs.")
+
+
+def health(directory: Path) -> dict[str, Any]:
+    """What a person should be told of a training: `alert` (a checkpoint that found no space, say) and `stalled`, the share of
+    its last steps that the slowest role spent waiting."""
+    status = schedule.read_status(directory)
+    holder = lease.holder(schedule.lease_path(directory))
+    alive = holder is not None and status is not None and status.belongs_to(holder)
+    line = last_metrics(directory / "metrics.jsonl") if alive else None
+    stalled = max(line.stalled_seconds.values(), default=0.0) / max(line.seconds, 1e-9) if line else 0.0
+    return {"alert": status.alert if alive and status else "", "stalled": min(stalled, 1.0)}
+
+
 def _at_work(directory: Path) -> bool:
     """Whether a trainer holds the lease that will read the schedule again. Waits for one that is just ending."""
     deadline = time.monotonic() + LAUNCH_TIMEOUT
@@ -287,9 +357,7 @@ def _failed(failure: Failure, path: Path) -> DflashError:
 
 def _start_launcher(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> str:
     """Starts a launcher; returns who holds its GPU, or nothing when a trainer is at work."""
-    argv = [sys.executable, "-m", "dflash.train.launch", "--directory", str(directory.absolute())]
-    argv += ["--store", str(store.absolute()), "--placement", str(placement.absolute())]
-    argv += ["--run", run, "--invocation", invocation]
+    argv = _launcher_command(directory, store, placement, run, invocation)
     done = LocalHost().run(argv, timeout=LAUNCH_TIMEOUT, environment=_environment())
     if done.status == DEVICE_HELD:
         return done.stderr.strip() or "somebody else's training"
@@ -300,6 +368,12 @@ def _start_launcher(directory: Path, store: Path, placement: Path, run: str, inv
         )
         raise kind(f"the launcher failed: {message}", where=str(directory))
     return ""
+
+
+def _launcher_command(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> list[str]:
+    argv = [sys.executable, "-m", "dflash.train.launch", "--directory", str(directory.absolute())]
+    argv += ["--store", str(store.absolute()), "--placement", str(placement.absolute())]
+    return [*argv, "--run", run, "--invocation", invocation]
 
 
 def _environment() -> dict[str, str]:
@@ -502,6 +576,16 @@ class _Launcher:
         print(f"{now()} the job ends in {cause}", file=sys.stderr, flush=True)
         return cause
 
+    def end_with(self, parent: int) -> None:
+        """Asks the trainer to save and end when the caller is gone (`--foreground`)."""
+
+        def watch() -> None:
+            while os.getppid() == parent:
+                time.sleep(0.25)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=watch, name="caller-watch", daemon=True).start()
+
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.ending = True
         if self.child is not None:
@@ -588,6 +672,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(writer, status, error.message())
         return status
     _report(writer, 0, "")
+    if arguments.foreground:
+        launcher.end_with(os.getppid())
     return launcher.attend(held)
 
 
