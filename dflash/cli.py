@@ -61,15 +61,17 @@ def start(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 )
 def run(context: typer.Context) -> None:
-    """Run the whole pipeline: dflash run [--configfile FILE] [-n] [--recompute STAGE] [--resume] [--deep] [snakemake options].
+    """Run the whole pipeline: dflash run [--configfile FILE] [-n] [--detach] [--recompute STAGE] [--resume] [--deep] [snakemake
+    options].
 
     Verifies what stands, makes what is stale, links results/runs/RUN/latest and prints the table of results.
-    -n shows the plan only. --recompute STAGE makes a costly stage anew after a change of its code. --resume continues a
-    training ended by `dflash stop`. --deep re-reads every byte when verifying. --accept-env "why" lets a training go on whose
-    probe has drifted on this machine, and records why. Other options go to Snakemake.
+    -n shows the plan only. --detach runs in the background and survives the terminal; `dflash run` then follows its log.
+    --recompute STAGE makes a costly stage anew after a change of its code. --resume continues a training ended by `dflash
+    stop`. --deep re-reads every byte when verifying. --accept-env "why" lets a training go on whose probe has drifted on this
+    machine, and records why. Other options go to Snakemake.
     """
+    from dflash.run import detach, split_options
     from dflash.run import run as run_workflow
-    from dflash.run import split_options
     from dflash.stages import BY_NAME
 
     options = split_options(context.args)
@@ -78,7 +80,7 @@ def run(context: typer.Context) -> None:
     for name in options.recompute:
         if name not in BY_NAME or not BY_NAME[name].costly:
             raise ConfigError(f"`--recompute {name}` names no costly stage", remedy="Costly: completions, train.")
-    raise typer.Exit(run_workflow(options))
+    raise typer.Exit(detach(options, context.args) if options.detach else run_workflow(options))
 
 
 @app.command()

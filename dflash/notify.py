@@ -73,7 +73,9 @@ class Notifier:
 class Lookout:
     """Looks at trainings and at the disk while a run goes on. `trainings`: name -> what says how it is (`launch.health`)."""
 
-    def __init__(self, notifier: Notifier, results: Path, trainings: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
+    def __init__(
+        self, notifier: Notifier, results: Path, trainings: Mapping[str, Callable[[], dict[str, Any]]]
+    ) -> None:
         self.notifier = notifier
         self.results = results
         self.trainings = trainings

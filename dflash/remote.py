@@ -28,7 +28,14 @@ from dflash.base.errors import ConfigError, CorruptError, DflashError, Permanent
 from dflash.base.files import sha256_file
 from dflash.base.progress import Progress
 from dflash.base.records import ParamsFile, Receipt
-from dflash.base.store import STEPWISE_RECEIPTS, read_params, receipt_path, shipped_directory, stage_directory, stays_there
+from dflash.base.store import (
+    STEPWISE_RECEIPTS,
+    read_params,
+    receipt_path,
+    shipped_directory,
+    stage_directory,
+    stays_there,
+)
 from dflash.hosts.code import send_code
 from dflash.hosts.host import Host
 from dflash.hosts.inventory import load_inventory

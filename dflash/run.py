@@ -17,14 +17,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError, TransientError
 from dflash.base.records import Failure
+from dflash.notify import Lookout, Notifier
 from dflash.plan.code import source_root
 from dflash.plan.config import load_config
 from dflash.plan.costly import decide_recompute, require_decisions
@@ -36,7 +38,9 @@ from dflash.plan.verify import CheckThere, find_damage, retire
 from dflash.plan.workflow import ACCEPT_ENV, DEFAULT_CONFIG
 from dflash.runner import INVOCATION, controller_identity, process_start
 
-OWN_OPTIONS = ("--configfile", "--dry-run", "--resume", "--deep", "--accept-env", "--recompute")
+OWN_OPTIONS = ("--configfile", "--dry-run", "--detach", "--resume", "--deep", "--accept-env", "--recompute")
+DETACHED = "DFLASH_DETACHED"
+"""In a detached run, the file that it writes to."""
 GRACE = 4.0
 """Seconds that jobs get between the first signal and SIGKILL: the prompt is back within five."""
 MAX_ROUNDS = 5
@@ -55,6 +59,7 @@ class RunOptions:
     resume: bool = False
     deep: bool = False
     accept_env: str = ""
+    detach: bool = False
     snakemake: list[str] = field(default_factory=list)
 
     @property
@@ -76,15 +81,33 @@ def run(options: RunOptions) -> int:
     """
     plan = build_plan(load_config(options.files))
     require_reachable(plan)
-    there = check_elsewhere(plan)
     if options.dry_run:
+        there = check_elsewhere(plan)
         for damage in find_damage(plan, deep=options.deep, there=there, everything=options.deep):
             say(f"damaged: {damage.sentence()}; made again by {damage.remedy()}")
         require_decisions(plan)
         print_plan(plan)
         return 0
     plan.config.results.mkdir(parents=True, exist_ok=True)
-    with owner_lock(plan.config.results) as descriptor:
+    notifier = Notifier(plan.config.inventory.notify, "+".join(run.name for run in plan.runs))
+    try:
+        with Lookout(notifier, plan.config.results, _trainings(plan)):
+            status = _run_locked(plan, options)
+    except DflashError as error:
+        notifier.tell("failure", error.message())
+        raise
+    if status == 0:
+        notifier.tell("finish", f"everything stands: {', '.join(str(run.directory) for run in plan.runs)}")
+        print_results(plan)
+    elif status < 128:
+        notifier.tell("failure", "the workflow failed; its log names the stage")
+    return status
+
+
+def _run_locked(plan: Plan, options: RunOptions) -> int:
+    """Verifies and makes what is missing, as the only `dflash run` of this results folder."""
+    there = check_elsewhere(plan)
+    with owner_lock(plan.config.results, follow=True) as descriptor:
         decide_recompute(plan, options.recompute)
         _stopped(plan, resume=options.resume)
         for _ in range(MAX_ROUNDS):
@@ -108,8 +131,79 @@ def run(options: RunOptions) -> int:
         else:
             raise PermanentError(f"results are still damaged after {MAX_ROUNDS} rounds", remedy="Check the disk.")
         relink_latest(plan)
-    print_results(plan)
     return 0
+
+
+def _trainings(plan: Plan) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What says how each unfinished training is, here or on its host."""
+    from dflash.train.launch import health
+
+    def far(node: Node, place: str) -> dict[str, Any]:
+        from dflash.remote import of_training
+
+        return of_training(plan.config.inventory.get(place), plan.store, node.key, {"do": "training"})
+
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for node in plan.nodes.values():
+        if node.stage.name == "train" and node.missing():
+            place = planned_place(plan, node)
+            found[node.runs[0]] = partial(health, node.directory) if place == LOCAL else partial(far, node, place)
+    return found
+
+
+def detach(options: RunOptions, arguments: Sequence[str]) -> int:
+    """Starts `dflash run` in the background, in a session of its own, so that it survives this terminal.
+
+    Returns when it holds the lock of the results folder, or has ended before that.
+
+    Raises:
+        ConfigError: bad input, found before anything is started. TransientError: another run is at work here.
+    """
+    plan = build_plan(load_config(options.files))
+    require_reachable(plan)
+    results = plan.config.results
+    results.mkdir(parents=True, exist_ok=True)
+    with owner_lock(results):
+        pass  # nobody else is at work here
+    log = results / "run.log"
+    with log.open("wb") as stream:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "dflash", "run", *(word for word in arguments if word != "--detach")],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            env={**os.environ, DETACHED: str(log)},
+        )
+    while child.poll() is None and f"pid {child.pid}," not in (results / ".run.lock").read_text():
+        time.sleep(0.05)
+    if child.poll() not in (None, 0):
+        print(log.read_text(), end="", file=sys.stderr)
+        return int(child.returncode)
+    say(f"running in the background (pid {child.pid}); log: {log}; `dflash run` looks in, `kill {child.pid}` ends it")
+    return 0
+
+
+def _attach(results: Path, log: Path) -> None:
+    """Shows what a detached run writes until it has ended; Ctrl-C leaves it running."""
+    say(f"a run is at work in the background; its log follows ({log}); Ctrl-C leaves it running")
+    with log.open() as stream:
+        while _locked(results):
+            sys.stderr.write(stream.read())
+            sys.stderr.flush()
+            time.sleep(0.3)
+        sys.stderr.write(stream.read())
+
+
+def _locked(results: Path) -> bool:
+    descriptor = os.open(results / ".run.lock", os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def stale_paths(plan: Plan) -> list[Path]:
@@ -205,8 +299,11 @@ def _stopped(plan: Plan, *, resume: bool) -> None:
 
 
 @contextlib.contextmanager
-def owner_lock(results: Path) -> Iterator[int]:
+def owner_lock(results: Path, *, follow: bool = False) -> Iterator[int]:
     """Makes this process the one that runs the workflow in `results`; yields the lock's descriptor for Snakemake to inherit.
+
+    Args:
+        follow: show the log of a detached run until it has ended, instead of refusing.
 
     Raises:
         TransientError: another `dflash run` (or the Snakemake it started) is alive; says whose.
@@ -218,13 +315,18 @@ def owner_lock(results: Path) -> Iterator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = path.read_text().strip() or "unknown"
-            raise TransientError(
-                f"another `dflash run` is at work here ({owner})",
-                where=str(results),
-                remedy="Wait for it, or end it with Ctrl-C there; training goes on either way.",
-            ) from None
+            log = Path(owner.partition(", log ")[2])
+            if not (follow and log.is_file()):
+                raise TransientError(
+                    f"another `dflash run` is at work here ({owner})",
+                    where=str(results),
+                    remedy="Wait for it, or end it with Ctrl-C there; training goes on either way.",
+                ) from None
+            _attach(results, log)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        log_note = f", log {os.environ[DETACHED]}" if os.environ.get(DETACHED) else ""
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
+        os.pwrite(descriptor, f"pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}{log_note}\n".encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -392,6 +494,8 @@ def split_options(arguments: Sequence[str]) -> RunOptions:
             options.config_files.append(Path(word.partition("=")[2]))
         elif word in ("-n", "--dry-run", "--dryrun"):
             options.dry_run = True
+        elif word == "--detach":
+            options.detach = True
         elif word == "--resume":
             options.resume = True
         elif word == "--deep":

@@ -26,7 +26,7 @@ from dflash import bundle
 from dflash.base.errors import CorruptError, DflashError, PermanentError
 from dflash.base.files import DigestCache, sha256_file
 from dflash.base.records import Receipt
-from dflash.base.store import checkpoint_directory, receipt_path, stage_directory, stays_there
+from dflash.base.store import checkpoint_directory, stage_directory, stays_there
 from dflash.plan.verify import retire_checkpoints
 from dflash.runner import Job, quiet_libraries, run_job
 from dflash.ship.receipt import content_root, require_receipt
@@ -37,7 +37,14 @@ STORE = Path("results/store")
 """The store of a host, in its workdir."""
 SILENCE = 60.0
 """Seconds without a byte after which the controller counts as gone."""
-TRAINING_FILES = ("metrics.jsonl", "placement.json", "schedule.json", "resolved.json", "probe.safetensors", "probe.json")
+TRAINING_FILES = (
+    "metrics.jsonl",
+    "placement.json",
+    "schedule.json",
+    "resolved.json",
+    "probe.safetensors",
+    "probe.json",
+)
 """What reports and inspections read of a training beside its checkpoints."""
 
 
@@ -92,7 +99,9 @@ def _recheck(job: Job) -> None:
     if not job.receipt.exists():
         return
     receipt = Receipt.read(job.receipt)
-    faults = [why for output in receipt.outputs if (why := _fault(job.directory / output.path, output.size, output.sha256))]
+    faults = [
+        why for output in receipt.outputs if (why := _fault(job.directory / output.path, output.size, output.sha256))
+    ]
     if not faults:
         return
     mark = f"retired-{time.time_ns()}"

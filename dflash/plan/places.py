@@ -77,10 +77,15 @@ def made_at(plan: Plan, node: Node, step: int | None = None) -> str:
     return place_of(plan.config.inventory, host)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _receipt_host(path: Path, _changed: int) -> str:
     """The host that a receipt names, read once for each state of the file."""
     return Receipt.read(path).host
+
+
+def _numbers(node: Node) -> list[int | None]:
+    """The steps of a node; of one that has none, a single None."""
+    return list(node.steps) if node.stage.stepwise else [None]
 
 
 def ship_record(store: Path, key: str, host: str, step: int | None = None) -> Path:

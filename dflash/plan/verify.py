@@ -53,7 +53,9 @@ CheckThere = Callable[[str, list[list[Any]], list[str]], dict[str, str]]
 what is wrong with it."""
 
 
-def find_damage(plan: Plan, *, deep: bool = False, there: CheckThere | None = None, everything: bool = False) -> list[Damage]:
+def find_damage(
+    plan: Plan, *, deep: bool = False, there: CheckThere | None = None, everything: bool = False
+) -> list[Damage]:
     """All damaged results of a plan, upstream first.
 
     Args:

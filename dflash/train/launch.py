@@ -292,7 +292,9 @@ def train_segment(directory: Path, store: Path, placement: Path, run: str, step:
             watch.look()
             time.sleep(POLL)
     if launcher.returncode == DEVICE_HELD:
-        raise TransientError(log_tail(directory, 1), where=str(directory), remedy="The scheduler gave one GPU to two jobs.")
+        raise TransientError(
+            log_tail(directory, 1), where=str(directory), remedy="The scheduler gave one GPU to two jobs."
+        )
 
 
 def health(directory: Path) -> dict[str, Any]:
