@@ -30,7 +30,7 @@ from dflash.hosts.inventory import Inventory, load_inventory
 from dflash.model.facts import identify
 from dflash.model.taps import default_taps
 from dflash.model.target_params import TargetIdentity, TargetSection
-from dflash.plan.yaml_source import Source, load_yaml, merge, subtree
+from dflash.base.yaml_source import Source, load_yaml, merge, subtree
 from dflash.report.report_params import ReportParams
 from dflash.train.train_params import TrainParams
 
