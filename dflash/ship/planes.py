@@ -36,6 +36,14 @@ class SourceChanged(CorruptError):
     """The source did not stand still; what was copied of it is worth nothing."""
 
 
+class ProgramMissing(TransientError):
+    """The far ends' program is not on that host (yet, or any more)."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        super().__init__("it has no copy of the program that ships", where=host.id)
+
+
 class Process(Protocol):
     """A process on a host, seen from here."""
 
@@ -196,6 +204,8 @@ def ended(process: Process, host: Host, argv: Sequence[str], name: str, why: str
     """What to say of a process that ended too early."""
     status = process.wait(GOODBYE)
     complaint = process.stderr()
+    if status == 2 and "can't open file" in complaint:
+        return ProgramMissing(host)
     finished = Finished(-1 if status is None else status, b"", complaint)
     judge = getattr(host, "judged", None)
     if judge is not None:
@@ -255,49 +265,60 @@ class ChannelProcess:
 
 
 class Stream:
-    """One data stream: `send` at the source, `store` at the destination, and a pipe between them."""
+    """One data stream: `send` at the source, `store` at the destination, and a pipe between them.
+
+    It is started early, because connecting takes round trips, and idles until `begin`.
+    """
 
     def __init__(
         self,
         source: tuple[Host, Sequence[str]],
         destination: tuple[Host, Sequence[str]],
         plane: Plane,
-        request: dict[str, Any],
-        header: dict[str, Any],
+        direct: bool,
         inbox: Inbox,
     ) -> None:
-        self._source, self._destination = source, destination
+        self.begun = False
+        self._source = source
+        self._writing = -1
         self.send: Process
-        paramiko = plane == "paramiko" and any(hasattr(host, "channel") for host in (source[0], destination[0]))
-        if request.get("command"):
+        if direct:
             self.send = start(*source, plane)
-            self.store = Peer("store", destination[0], destination[1], self.send, inbox)
-            request = {**request, "header": header}
-        elif paramiko:
-            self._pumped(plane, header, inbox)
+            self.store = Peer("store", *destination, self.send, inbox)
+        elif plane == "paramiko" and any(hasattr(host, "channel") for host in (source[0], destination[0])):
+            self.store = Peer("store", *destination, start(*destination, plane), inbox)
+            self.send = start(*source, plane)
         else:
-            self._joined(header, inbox)
-        self.send.write(sink.encode(request))
+            self._join(destination, inbox)
 
-    def _joined(self, header: dict[str, Any], inbox: Inbox) -> None:
-        reading, writing = os.pipe()
+    def _join(self, destination: tuple[Host, Sequence[str]], inbox: Inbox) -> None:
+        reading, self._writing = os.pipe()
         try:
             with contextlib.suppress(OSError):
-                fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-            os.write(writing, sink.encode(header))
-            host, argv = self._destination
+                fcntl.fcntl(self._writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            host, argv = destination
             self.store = Peer("store", host, argv, SystemProcess(host.command(argv), stdin=reading), inbox)
-            self.send = SystemProcess(self._source[0].command(self._source[1]), stdout=writing)
+            self.send = SystemProcess(self._source[0].command(self._source[1]), stdout=self._writing)
         finally:
             os.close(reading)
-            os.close(writing)
 
-    def _pumped(self, plane: Plane, header: dict[str, Any], inbox: Inbox) -> None:
-        host, argv = self._destination
-        self.store = Peer("store", host, argv, start(host, argv, plane), inbox)
-        self.store.process.write(sink.encode(header))
-        self.send = start(*self._source, plane)
-        threading.Thread(target=self._pump, daemon=True).start()
+    def begin(self, request: dict[str, Any], header: dict[str, Any]) -> None:
+        """Lets it work: `store` gets the header, then `send` the request."""
+        self.begun = True
+        self.store.heard = time.monotonic()
+        if self._writing >= 0:
+            os.write(self._writing, sink.encode(header))
+            self._let_go()
+        elif self.send is not self.store.process:
+            self.store.process.write(sink.encode(header))
+            threading.Thread(target=self._pump, daemon=True).start()
+        self.send.write(sink.encode({**request, "header": header}))
+
+    def _let_go(self) -> None:
+        """Closes our end of the pipe, so that `store` sees the end when `send` ends."""
+        if self._writing >= 0:
+            os.close(self._writing)
+            self._writing = -1
 
     def _pump(self) -> None:
         """What `send` says goes to `store`; whatever ends it, `store` then sees an end without the END frame."""
@@ -308,18 +329,26 @@ class Stream:
             self.store.process.close_stdin()
 
     def beat(self) -> None:
-        """A sign of life to `send`; that of `store` comes from `send`."""
+        """A sign of life to `send`; that of `store` comes from `send` once it has begun."""
         with contextlib.suppress(DflashError, OSError):
             self.send.write(b"\n")
+            if self._writing >= 0:
+                os.write(self._writing, b"\n")
+            elif not self.begun and self.send is not self.store.process:
+                self.store.process.write(b"\n")
 
     def cause(self) -> DflashError | None:
         """Why `send` has ended, if it has and badly: more telling than `store`, which only saw its input end."""
         if self.send is self.store.process or not self.send.wait(GOODBYE):
             return None
-        return ended(self.send, self._source[0], self._source[1], "sending end")
+        return ended(self.send, *self._source, "sending end")
 
     def end(self) -> None:
         """Ends both processes."""
+        self.store.finished = True
+        self._let_go()
         self.send.kill()
-        if self.store.process is not self.send and self.store.process.wait(GOODBYE) is None:
+        if self.store.process is not self.send:
+            if self.begun:
+                self.store.process.wait(GOODBYE)  # it journals what it has
             self.store.process.kill()

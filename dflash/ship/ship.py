@@ -29,7 +29,7 @@ from dflash.base.records import Artifact, ArtifactFile, ShipmentReceipt, now
 from dflash.hosts.host import Host, LocalHost
 from dflash.ship import sink
 from dflash.ship.artifact import root_digest
-from dflash.ship.planes import Inbox, Peer, Plane, SourceChanged, Stream, start
+from dflash.ship.planes import Inbox, Peer, Plane, ProgramMissing, SourceChanged, Stream, start
 
 What = Literal["drafter", "full"]
 Route = Literal["relay", "direct"]
@@ -40,6 +40,8 @@ INCLUDE: dict[What, list[str]] = {"drafter": ["drafter", "manifest.json"], "full
 
 IDLE = 12.0
 SINK = Path(sink.__file__)
+PYTHON_OPTIONS = ("-I", "-S")
+"""Nothing of the user's and no site packages: the program is standard library, and starts 0.1 s sooner."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,17 @@ def ship(
         )
     places = (source.workdir / source_path, destination.workdir / destination_path)
     tally = Tally()
+    served: list[str] = []
     while True:
         tally.attempts += 1
         try:
             return _Attempt(source, places[0], destination, places[1], options, tally, progress).run()
         except TransientError as error:
+            if isinstance(error, ProgramMissing) and error.host.id not in served:
+                install(error.host, program)
+                served.append(error.host.id)
+                tally.attempts -= 1
+                continue
             if tally.attempts >= attempts:
                 raise
             if tell is not None:
@@ -132,28 +140,29 @@ def ship(
 
 
 def far_program(host: Host, program: Path) -> list[str]:
-    """The argv prefix that runs the sink on a host, which gets a copy when it has none.
+    """The argv prefix that runs the far ends' program on a host: on this machine as it lies, elsewhere a copy."""
+    if isinstance(host, LocalHost) and not host.entry.wrap:
+        return [host.python(), *PYTHON_OPTIONS, str(program)]
+    digest = hashlib.sha256(program.read_bytes()).hexdigest()
+    return ["python3", *PYTHON_OPTIONS, str(host.workdir / f".dflash-sink-{digest[:16]}.py")]
+
+
+def install(host: Host, program: Path) -> None:
+    """Puts a copy of the program on a host and sees whether python3 there can run it.
 
     Raises:
-        PermanentError: no python3 there, or its workdir cannot be written.
+        PermanentError: it cannot be written, or cannot be run.
     """
+    argv = far_program(host, program)
     content = program.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    python = host.python() if isinstance(host, LocalHost) else "python3"
-    if isinstance(host, LocalHost) and not host.entry.wrap:
-        return [python, str(program)]
-    place = host.workdir / f".dflash-sink-{digest[:16]}.py"
-    for sent in (False, True):
-        done = host.run([python, str(place), "digest"], timeout=60)
-        if done.status == 0 and done.stdout.decode().strip() == digest:
-            return [python, str(place)]
-        if not sent:
-            host.put(place, content)
-    raise PermanentError(
-        f"python3 cannot run what was sent there: {done.stderr.strip() or 'it says nothing'}",
-        where=f"{host.id}:{place}",
-        remedy="Ships need a python3 >= 3.8 on the PATH of that host.",
-    )
+    host.put(Path(argv[-1]), content)
+    done = host.run([*argv, "digest"], timeout=60)
+    if done.status or done.stdout.decode(errors="replace").strip() != hashlib.sha256(content).hexdigest():
+        raise PermanentError(
+            f"python3 cannot run what was sent there: {done.stderr.strip() or 'it says nothing'}",
+            where=f"{host.id}:{argv[-1]}",
+            remedy="Ships need a python3 >= 3.8 on the PATH of that host.",
+        )
 
 
 class _Attempt:
@@ -177,6 +186,7 @@ class _Attempt:
         self.peers: list[Peer] = []
         self.streams: list[Stream] = []
         self.session = uuid.uuid4().hex
+        self.there = self.total = 0
         self._over = threading.Event()
 
     def run(self) -> ShipmentReceipt:
@@ -219,24 +229,26 @@ class _Attempt:
 
     @contextlib.contextmanager
     def _ends(self) -> Iterator[tuple[Peer, Peer]]:
-        programs = [far_program(host, self.options.sink) for host in (self.source, self.destination)]
-        self._programs = programs
-        beats = threading.Thread(target=self._beat, daemon=True)
+        """The control ends; the streams connect meanwhile."""
+        near, far = (far_program(host, self.options.sink) for host in (self.source, self.destination))
+        direct = self.options.route == "direct"
         try:
-            for name, host, program in zip(
-                ("source", "destination"), (self.source, self.destination), programs, strict=True
-            ):
+            for name, host, program in (("source", self.source, near), ("destination", self.destination, far)):
                 argv = [*program, name]
                 self.peers.append(Peer(name, host, argv, start(host, argv, self.options.plane), self.inbox))
-            beats.start()
+            for _ in range(self.options.streams):
+                sending, storing = (self.source, [*near, "send"]), (self.destination, [*far, "store"])
+                self.streams.append(Stream(sending, storing, self.options.plane, direct, self.inbox))
+            threading.Thread(target=self._beat, daemon=True).start()
             yield self.peers[0], self.peers[1]
         finally:
             self._over.set()
-            for stream in self.streams:
-                self.tally.sent += stream.store.received
-                stream.end()
-            for peer in self.peers:
-                peer.end()
+            self.tally.sent += self._received()
+            for one in (*self.streams, *self.peers):
+                one.end()
+
+    def _received(self) -> int:
+        return sum(stream.store.received for stream in self.streams if stream.begun)
 
     def _beat(self) -> None:
         while not self._over.wait(1.0):
@@ -268,7 +280,7 @@ class _Attempt:
             with contextlib.suppress(queue.Empty):
                 return self.inbox.get(timeout=0.25)
             self._update()
-            for peer in (*self.peers, *(stream.store for stream in self.streams)):
+            for peer in (*self.peers, *(stream.store for stream in self.streams if stream.begun)):
                 if not peer.finished and time.monotonic() - peer.heard > self.options.idle:
                     what = "no data has come" if peer.data else "nothing was heard of it"
                     raise TransientError(f"{what} for {self.options.idle:.0f} s: the link is dead", where=peer.host.id)
@@ -283,8 +295,7 @@ class _Attempt:
         self.total = sum(item["size"] for item in manifest["files"])
         self.there = self.total - sum(chunk.length for chunk in missing)
         try:
-            self._open_streams(manifest, missing, answer["partial"])
-            left = [stream.store for stream in self.streams]
+            left = [stream.store for stream in self._begin_streams(manifest, missing, answer["partial"])]
             while left:
                 sender, message = self._next()
                 if message["is"] == "done" and sender in left:
@@ -296,16 +307,16 @@ class _Attempt:
             self._count_waste()
             raise self._verdict(near, error) from error
 
-    def _open_streams(self, manifest: dict[str, Any], missing: list[sink.Chunk], partial: str) -> None:
-        count = max(1, min(self.options.streams, math.ceil(len(missing) / 2)))
-        send, store = [*self._programs[0], "send"], [*self._programs[1], "store"]
+    def _begin_streams(self, manifest: dict[str, Any], missing: list[sink.Chunk], partial: str) -> list[Stream]:
+        used = self.streams[: max(1, math.ceil(len(missing) / 2))]
         command: list[str] = []
         if self.options.route == "direct":
+            store = [*far_program(self.destination, self.options.sink), "store"]
             command = [*self.options.direct, shlex.join([*self.destination.entry.wrap, *store])]
-        for index in range(count):
+        for index, stream in enumerate(used):
             request = {
                 "base": manifest["base"],
-                "chunks": [list(chunk) for chunk in missing[index::count]],
+                "chunks": [list(chunk) for chunk in missing[index :: len(used)]],
                 "compress": self.options.compress,
                 "command": command,
                 "idle": self.options.idle,
@@ -317,17 +328,17 @@ class _Attempt:
                 "stream": index,
                 "idle": self.options.idle,
             }
-            self.streams.append(
-                Stream((self.source, send), (self.destination, store), self.options.plane, request, header, self.inbox)
-            )
+            stream.begin(request, header)
+        return used
 
     def _update(self) -> None:
-        if self.streams:
+        if self.total:
             self.report(self.there + sum(stream.store.stored for stream in self.streams), self.total)
 
     def _count_waste(self) -> None:
         for stream in self.streams:
-            self.tally.resent += max(0, stream.store.received - stream.store.stored)
+            if stream.begun:
+                self.tally.resent += max(0, stream.store.received - stream.store.stored)
 
     def _verdict(self, near: Peer, error: TransientError) -> DflashError:
         """Why a transfer failed: because the source is not what it was, because `send` died, or as it seemed."""
@@ -343,7 +354,7 @@ class _Attempt:
                         break
         except DflashError:
             pass
-        causes = [cause for stream in self.streams if (cause := stream.cause())] if "ended early" in error.what else []
+        causes = [cause for stream in self.streams if stream.begun and (cause := stream.cause())] if "ended early" in error.what else []
         return causes[0] if causes else error
 
     def _facts(self, manifest: dict[str, Any], chunks: list[sink.Chunk]) -> dict[str, Any]:
@@ -360,12 +371,12 @@ class _Attempt:
             "bytes": sum(item["size"] for item in manifest["files"]),
             "chunks": len(chunks),
             "chunks_reused": self.tally.reused or 0,
-            "bytes_sent": self.tally.sent + sum(stream.store.received for stream in self.streams),
+            "bytes_sent": self.tally.sent + self._received(),
             "bytes_resent": self.tally.resent,
             "seconds": time.monotonic() - self.tally.clock,
             "route": self.options.route,
             "plane": self.options.plane,
-            "streams": max(1, len(self.streams)),
+            "streams": max(1, sum(stream.begun for stream in self.streams)),
             "compress": self.options.compress,
             "pinned": manifest["pinned"],
             "verified": True,

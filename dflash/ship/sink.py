@@ -583,7 +583,7 @@ class Input:
         held = bytearray()
         while held[-1:] != b"\n":
             held += self.exactly(1)
-        return bytes(held[:-1])
+        return bytes(held[:-1]) or self.line()
 
 
 class Writer:
@@ -822,9 +822,10 @@ class Destination:
         verified = set() if self.in_place else self._resume()
         missing = [] if self.in_place else [chunk for chunk in self.chunks if chunk.number not in verified]
         self.reused = len(self.chunks) - len(missing)
-        if missing:
-            self._allocate(missing)
+        self._require_room(missing)
         self.voice.say("missing", partial=self.partial, chunks=[chunk.number for chunk in missing])
+        if missing and not self.in_place:
+            self._allocate(missing)
 
     def _wait_for_other(self) -> None:
         if time.monotonic() > self.deadline:
@@ -933,8 +934,10 @@ class Destination:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def _allocate(self, missing: List[Chunk]) -> None:
-        """Makes sure of the space before the first byte comes."""
+    def _require_room(self, missing: List[Chunk]) -> None:
+        """Refuses a copy that has no room before its first byte comes."""
+        if not missing:
+            return
         base = os.path.join(self.partial, "data")
         remainder = sum(chunk.length for chunk in missing)
         held = sum(os.stat(below(base, item["path"])).st_blocks * 512 for item in self.files)
@@ -949,6 +952,10 @@ class Destination:
                 self.path,
                 "Free some space and ship again: what has arrived is kept.",
             )
+
+    def _allocate(self, missing: List[Chunk]) -> None:
+        """Takes the space while the first bytes are on their way: a disk that fills up fails the copy now, not at its end."""
+        base = os.path.join(self.partial, "data")
         ranges = []  # type: List[List[Any]]
         for chunk in missing:
             if ranges and ranges[-1][0] == chunk.path and ranges[-1][2] == chunk.offset:
