@@ -337,7 +337,9 @@ def snakemake_command(options: RunOptions) -> list[str]:
     root = source_root()
     snakefile = Path("Snakefile") if Path("Snakefile").is_file() else root / "Snakefile"
     profile = Path("profiles/default") if Path("profiles/default").is_dir() else root / "profiles/default"
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--workflow-profile", str(profile)]
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile)]
+    if "--workflow-profile" not in options.snakemake:
+        command += ["--workflow-profile", str(profile)]
     command += ["--configfile", *map(str, options.config_files)] if options.config_files else []
     if not {"--quiet", "-q", "--verbose"} & set(options.snakemake):
         command += ["--quiet", "all"]

@@ -52,12 +52,13 @@ def place_of(inventory: Inventory, host: str) -> str:
 
 
 def target_on(inventory: Inventory, host: str, node: Node) -> Path | None:
-    """Where a host has the target that a result needs, if the hosts file says so by its digest, the digest's beginning or its
-    revision."""
+    """Where a host has the target that a result needs, if the hosts file says so: by its digest or the first 8 digits of it,
+    by its revision, or by the name of its folder on the controller. The stage checks the digest in any case."""
     target = node.params.params.get("target") or {}
     digest = str(target.get("digest") or "")
+    folder = Path(str(node.placement.get("target_path") or "")).name
     for name, path in inventory.entry(host).targets.items():
-        if name in (digest, target.get("revision")) or (len(name) >= 8 and digest.startswith(name)):
+        if name in (digest, target.get("revision"), folder) or (len(name) >= 8 and digest.startswith(name)):
             return path
     return None
 

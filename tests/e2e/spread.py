@@ -61,7 +61,9 @@ class Spread(Workspace):
                     os.kill(record.pid, signal.SIGKILL)
 
 
-def start_servers(folder: Path, cache: Path, hosts: tuple[str, ...] = ("trainbox", "judge", "spare")) -> dict[str, Sshd]:
+def start_servers(
+    folder: Path, cache: Path, hosts: tuple[str, ...] = ("trainbox", "judge", "spare")
+) -> dict[str, Sshd]:
     """One sshd a host. All believe that they are machines of their own: each has its own leases and caches."""
     found = {}
     for host in hosts:

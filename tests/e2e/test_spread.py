@@ -16,7 +16,9 @@ from dflash.base.records import Receipt
 
 
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory: pytest.TempPathFactory, cache: Path, require_or_skip: object) -> Iterator[dict[str, Sshd]]:
+def servers(
+    tmp_path_factory: pytest.TempPathFactory, cache: Path, require_or_skip: object
+) -> Iterator[dict[str, Sshd]]:
     if reason := why_not():
         require_or_skip("sshd", reason)  # type: ignore[operator]
     found = start_servers(tmp_path_factory.mktemp("sshd"), cache)
@@ -128,7 +130,9 @@ def record_path(name: str) -> str:
     return f"store/ship/{key}/{host}/{record}.json"
 
 
-def test_the_eval_host_wiped_redoes_the_shipments_that_missing_evaluations_need_and_nothing_else(spread: Spread) -> None:
+def test_the_eval_host_wiped_redoes_the_shipments_that_missing_evaluations_need_and_nothing_else(
+    spread: Spread,
+) -> None:
     shutil.rmtree(spread.workdir("judge"))
     assert spread.reruns() == []
     before = spread.shipments()
