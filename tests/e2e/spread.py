@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 from conftest import Workspace, make_workspace  # type: ignore[import-not-found]
+from sshd import Sshd, start_sshd
 
 from dflash.hosts.lease import holder
-from sshd import Sshd, start_sshd
 
 PYTHON = sys.executable
 ROLES = {"gpu": "trainbox", "eval": "judge"}
