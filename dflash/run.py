@@ -107,6 +107,8 @@ def run(options: RunOptions) -> int:
 def _run_locked(plan: Plan, options: RunOptions) -> int:
     """Verifies and makes what is missing, as the only `dflash run` of this results folder."""
     there = check_elsewhere(plan)
+    if os.environ.get(DETACHED):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with owner_lock(plan.config.results, follow=True) as descriptor:
         decide_recompute(plan, options.recompute)
         _stopped(plan, resume=options.resume)
