@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import itertools
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import paramiko
 
 from dflash.base.errors import DflashError, PermanentError, TransientError
 from dflash.hosts.entry import Hop
+from dflash.hosts.host import Finished
 from dflash.hosts.ssh import (
     ALIVE_COUNT,
     ALIVE_INTERVAL,
@@ -60,7 +62,7 @@ class _Socket:
 class Channel:
     """A running command. One reader and one writer may work at once; everything else is for one thread."""
 
-    def __init__(self, host: str, connection: _Connection, channel: paramiko.Channel) -> None:
+    def __init__(self, host: str, connection: Connection, channel: paramiko.Channel) -> None:
         self.host = host
         self._connection = connection
         self._channel = channel
@@ -126,6 +128,10 @@ class Channel:
             raise self._lost(None)
         return status
 
+    def be_patient(self) -> None:
+        """Lets a command be silent for as long as it likes: only a link that is silent counts."""
+        self._channel.settimeout(None)
+
     def kill(self) -> None:
         """Cuts the connection; the command sees the end of its input, or nobody at the other end of its output."""
         self._connection.close()
@@ -152,7 +158,41 @@ class Channel:
         )
 
 
-class _Connection:
+def communicate(channel: Channel, stdin: Iterable[bytes], timeout: float | None, name: str) -> Finished:
+    """Feeds a command, takes all its output, and says how it ended.
+
+    Args:
+        timeout: seconds for all of it; None waits for ever. name: of the command, for messages.
+
+    Raises:
+        TransientError: it did not end in time, or the connection failed.
+    """
+    written: list[bytes] = []
+    failed: list[TransientError] = []
+
+    def read() -> None:
+        try:
+            while piece := channel.read():
+                written.append(piece)
+        except TransientError as error:
+            failed.append(error)
+
+    channel.be_patient()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with contextlib.suppress(TransientError):  # a command may end before it has read everything; its status says why
+        for piece in stdin:
+            channel.write(piece)
+        channel.close_stdin()
+    reader.join(timeout)
+    if reader.is_alive():
+        raise TransientError(f"`{name}` did not end within {timeout:.0f} s", where=channel.host)
+    if failed:
+        raise failed[0]
+    return Finished(channel.wait(OPEN_TIMEOUT), b"".join(written), channel.stderr_tail())
+
+
+class Connection:
     """The nested connections of a route. `why`: why they were cut, when it was us."""
 
     def __init__(self, host: str, route: Sequence[Hop]) -> None:
@@ -164,27 +204,41 @@ class _Connection:
         self.closed = threading.Event()
 
     def open(self) -> paramiko.Transport:
-        """Connects hop by hop."""
+        """Connects and logs in hop by hop.
+
+        Raises:
+            PermanentError: a hop refuses us, or is not the one we know. TransientError: a hop cannot be reached.
+        """
+        through: Any = self._dial()
+        for index, hop in enumerate(self.route):
+            transport = self._log_in(hop, through)
+            if index + 1 < len(self.route):
+                through = self._tunnel(transport, self.route[index + 1])
+        return transport
+
+    def open_to_last(self) -> Any:
+        """Connects to the last hop through all others, logged in to those only: a socket to talk to a host not yet known."""
+        through: Any = self._dial()
+        for hop, following in itertools.pairwise(self.route):
+            through = self._tunnel(self._log_in(hop, through), following)
+        return through
+
+    def _dial(self) -> _Socket:
         first = self.route[0]
         try:
             inner = socket.create_connection((first.address, first.port), timeout=CONNECT_TIMEOUT)
         except OSError as error:
-            raise _unreachable(self.host, first, error) from error
+            raise unreachable(self.host, first, error) from error
         inner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         inner.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(USER_TIMEOUT * 1000))
         self.socket = _Socket(inner)
-        through: Any = self.socket
-        for index, hop in enumerate(self.route):
-            transport = self._log_in(hop, through)
-            if index + 1 < len(self.route):
-                following = self.route[index + 1]
-                try:
-                    through = transport.open_channel(
-                        "direct-tcpip", (following.address, following.port), ("127.0.0.1", 0), timeout=OPEN_TIMEOUT
-                    )
-                except (OSError, paramiko.SSHException, EOFError) as error:
-                    raise _unreachable(self.host, following, error) from error
-        return transport
+        return self.socket
+
+    def _tunnel(self, transport: paramiko.Transport, to: Hop) -> paramiko.Channel:
+        try:
+            return transport.open_channel("direct-tcpip", (to.address, to.port), ("127.0.0.1", 0), timeout=OPEN_TIMEOUT)
+        except (OSError, paramiko.SSHException, EOFError) as error:
+            raise unreachable(self.host, to, error) from error
 
     def _log_in(self, hop: Hop, through: Any) -> paramiko.Transport:
         client = paramiko.SSHClient()
@@ -252,7 +306,7 @@ def open_channel(host: str, route: Sequence[Hop], command: str) -> Channel:
     Raises:
         PermanentError: a hop refuses us, or is not the one we know. TransientError: a hop cannot be reached.
     """
-    connection = _Connection(host, route)
+    connection = Connection(host, route)
     try:
         transport = connection.open()
         try:
@@ -260,7 +314,7 @@ def open_channel(host: str, route: Sequence[Hop], command: str) -> Channel:
             channel.settimeout(IDLE_TIMEOUT)
             channel.exec_command(command)
         except (OSError, paramiko.SSHException, EOFError) as error:
-            raise _unreachable(host, route[-1], error) from error
+            raise unreachable(host, route[-1], error) from error
         connection.watch(transport)
     except BaseException:
         connection.close()
@@ -275,7 +329,8 @@ def _transport(sock: Any, **options: Any) -> paramiko.Transport:
     return transport
 
 
-def _unreachable(host: str, hop: Hop, error: BaseException) -> TransientError:
+def unreachable(host: str, hop: Hop, error: BaseException) -> TransientError:
+    """What is said when no connection comes about."""
     return TransientError(
         f"{hop.name} ({hop.known_as}) cannot be reached: {error or type(error).__name__}",
         where=host,
@@ -298,4 +353,4 @@ def _refused(host: str, route: Sequence[Hop], hop: Hop, error: BaseException) ->
         return denied(host, route, f"{hop.user}@{hop.address}: {error}")
     if isinstance(error, ValueError) or "not a valid" in str(error):
         return PermanentError(f"the key file {hop.key_file} is no private key", where=host, remedy="Check `key_file`.")
-    return _unreachable(host, hop, error)
+    return unreachable(host, hop, error)

@@ -133,8 +133,7 @@ class ByCommand:
         self, argv: Sequence[str], environment: Mapping[str, str]
     ) -> tuple[list[str], dict[str, str] | None]:
         """The local argv that runs `argv` with more variables, and the local environment to run it in (None: this one)."""
-        set_them = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
-        return self.command([*set_them, *argv]), None
+        return self.command(with_variables(argv, environment)), None
 
     def judged(self, argv: Sequence[str], done: Finished) -> Finished:
         """Raises what the end of a command says of the way to it; else returns it.
@@ -260,6 +259,11 @@ class LocalHost(ByCommand):
             return path.read_bytes()
         except OSError as error:
             raise CorruptError(f"cannot be read ({error.strerror})", where=f"{self.id}:{path}") from error
+
+
+def with_variables(argv: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """A command line that sets variables and then is `argv`."""
+    return [*(["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []), *argv]
 
 
 def named_python(entry: HostEntry, role: str) -> str | None:

@@ -18,7 +18,7 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from dflash.base.errors import ConfigError, DflashError, PermanentError, TransientError
 from dflash.hosts.entry import Hop, HostEntry
 from dflash.hosts.environment_path import environment_python
-from dflash.hosts.host import ByCommand, Finished, named_python
+from dflash.hosts.host import ByCommand, Finished, named_python, with_variables
 
 if TYPE_CHECKING:
     from dflash.hosts.channel import Channel
@@ -89,6 +89,24 @@ class SshHost(ByCommand):
         for hop in self.route:
             require_keys(hop)
         return open_channel(self.id, self.route, shlex.join([*self.entry.wrap, *argv]))
+
+    def run(
+        self, argv: Sequence[str], *, timeout: float | None = None, environment: Mapping[str, str] | None = None
+    ) -> Finished:
+        """See `Host.run`. Where this machine has no `ssh`, by paramiko."""
+        if shutil.which("ssh"):
+            return super().run(argv, timeout=timeout, environment=environment)
+        return self._by_channel(with_variables(argv, environment or {}), (), timeout)
+
+    def stream(self, argv: Sequence[str], stdin: Iterable[bytes]) -> Finished:
+        """See `Host.stream`. Where this machine has no `ssh`, by paramiko."""
+        return super().stream(argv, stdin) if shutil.which("ssh") else self._by_channel(argv, stdin, None)
+
+    def _by_channel(self, argv: Sequence[str], stdin: Iterable[bytes], timeout: float | None) -> Finished:
+        from dflash.hosts.channel import communicate
+
+        with self.channel(argv) as channel:
+            return super().judged(argv, communicate(channel, stdin, timeout, argv[0]))
 
     def judged(self, argv: Sequence[str], done: Finished) -> Finished:
         """See `ByCommand.judged`: an exit status of 255 is that of ssh."""

@@ -48,6 +48,14 @@ def host(tmp_path: Path, sshd: Sshd) -> SshHost:
     return host_of(tmp_path, sshd)
 
 
+@pytest.fixture(params=["ssh", "paramiko"])
+def host_by_both(request: pytest.FixtureRequest, host: SshHost, monkeypatch: pytest.MonkeyPatch) -> SshHost:
+    """A host as seen by a machine with ssh, and by one without."""
+    if request.param == "paramiko":
+        monkeypatch.setattr("dflash.hosts.ssh.shutil.which", lambda _: None)
+    return host
+
+
 @pytest.fixture
 def behind(tmp_path: Path, start_server: Start) -> tuple[SshHost, Sshd, Sshd, Sshd]:
     """A host behind two jump hosts, each with keys of its own: one by its id, one by its address."""
@@ -79,40 +87,42 @@ BOTH = pytest.mark.parametrize("reach", [by_ssh, by_paramiko])
 # Commands
 
 
-def test_arguments_output_and_status_pass_unchanged(host: SshHost) -> None:
-    done = host.run([sys.executable, "-c", "import sys; print(repr(sys.argv[1:])); sys.exit(7)", AWKWARD, "", "-x"])
+def test_arguments_output_and_status_pass_unchanged(host_by_both: SshHost) -> None:
+    done = host_by_both.run(
+        [sys.executable, "-c", "import sys; print(repr(sys.argv[1:])); sys.exit(7)", AWKWARD, "", "-x"]
+    )
     assert (done.status, done.stdout.decode().strip(), done.stderr) == (7, repr([AWKWARD, "", "-x"]), "")
-    assert host.run(["cat"]).stdout == b"", "a command without input sees its end at once"
+    assert host_by_both.run(["cat"]).stdout == b"", "a command without input sees its end at once"
 
 
-def test_a_stream_passes_every_byte(host: SshHost) -> None:
+def test_a_stream_passes_every_byte(host_by_both: SshHost) -> None:
     block = os.urandom(1 << 16)
-    done = host.stream(["sha256sum"], [block] * 200)
+    done = host_by_both.stream(["sha256sum"], [block] * 200)
     assert done.stdout.split()[0].decode() == hashlib.sha256(block * 200).hexdigest()
-    both = host.stream(["cat"], [block] * 50)
+    both = host_by_both.stream(["cat"], [block] * 50)
     assert both.stdout == block * 50, "output that is larger than a pipe does not stand in the way of input"
 
 
-def test_an_error_in_the_stream_is_never_taken_for_its_end(host: SshHost, tmp_path: Path) -> None:
+def test_an_error_in_the_stream_is_never_taken_for_its_end(host_by_both: SshHost, tmp_path: Path) -> None:
     def broken() -> Any:
         yield b"half"
         raise OSError("the disk has gone")
 
     with pytest.raises(OSError, match="the disk has gone"):
-        host.stream(["sh", "-c", f"cat > {tmp_path}/got && touch {tmp_path}/complete; sleep 1"], broken())
+        host_by_both.stream(["sh", "-c", f"cat > {tmp_path}/got && touch {tmp_path}/complete; sleep 1"], broken())
 
 
-def test_variables_are_added_to_those_that_are_there(host: SshHost) -> None:
-    done = host.run(["sh", "-c", 'echo "$WORD:$OMP_NUM_THREADS"'], environment={"WORD": AWKWARD})
+def test_variables_are_added_to_those_that_are_there(host_by_both: SshHost) -> None:
+    done = host_by_both.run(["sh", "-c", 'echo "$WORD:$OMP_NUM_THREADS"'], environment={"WORD": AWKWARD})
     assert done.stdout.decode() == f"{AWKWARD}:1\n"
 
 
-def test_a_command_that_is_not_there_and_one_that_hangs(host: SshHost) -> None:
+def test_a_command_that_is_not_there_and_one_that_hangs(host_by_both: SshHost) -> None:
     with pytest.raises(PermanentError, match="box: there is no program `no-such-program`"):
-        host.run(["no-such-program"])
+        host_by_both.run(["no-such-program"])
     started = time.monotonic()
     with pytest.raises(TransientError, match="did not end within 1 s"):
-        host.run(["sleep", "60"], timeout=1)
+        host_by_both.run(["sleep", "60"], timeout=1)
     assert time.monotonic() - started < 5
 
 
@@ -120,15 +130,15 @@ def test_a_command_that_is_not_there_and_one_that_hangs(host: SshHost) -> None:
 
 
 @pytest.mark.parametrize("name", [AWKWARD, "-rf", "plain", " blank ", "x" * 255])
-def test_small_files_go_and_come(host: SshHost, tmp_path: Path, name: str) -> None:
+def test_small_files_go_and_come(host_by_both: SshHost, tmp_path: Path, name: str) -> None:
     path = tmp_path / AWKWARD / "-deep" / name
     content = os.urandom(100_000)
-    host.put(path, b"before")
-    host.put(path, content)
-    assert path.read_bytes() == host.get(path) == content
+    host_by_both.put(path, b"before")
+    host_by_both.put(path, content)
+    assert path.read_bytes() == host_by_both.get(path) == content
     assert [other.name for other in path.parent.iterdir()] == [name], "nothing is left beside it"
-    host.put(path, b"")
-    assert host.get(path) == b""
+    host_by_both.put(path, b"")
+    assert host_by_both.get(path) == b""
 
 
 def test_a_file_that_is_cut_short_on_its_way_is_not_put_in_place(host: SshHost, tmp_path: Path) -> None:
