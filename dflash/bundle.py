@@ -9,6 +9,7 @@ Whole or refused: a stream that ends early, or whose header is not one, is `Torn
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -75,6 +76,19 @@ def place(files: Mapping[str, bytes], root: Path) -> None:
         path = root / pure
         if not (path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content):
             write_atomically(path, content)
+
+
+def prefix_of(path: Path) -> list[Any]:
+    """What the other side must know of a growing file to send only its rest: [size, sha256 of that much]."""
+    content = path.read_bytes() if path.is_file() else b""
+    return [len(content), hashlib.sha256(content).hexdigest()]
+
+
+def rest_of(content: bytes, prefix: list[Any]) -> tuple[int, bytes]:
+    """(offset, what follows it) of a file of which the other side has a prefix; offset 0 when it has something else."""
+    size, sha256 = prefix
+    same = len(content) >= size and hashlib.sha256(content[:size]).hexdigest() == sha256
+    return (size, content[size:]) if same else (0, content)
 
 
 def collect(root: Path, paths: list[Path]) -> dict[str, bytes]:

@@ -227,10 +227,11 @@ def run_there(job: Job) -> Receipt:
     }
     if job.stage.name == "train":
         (job.directory / "attempts").mkdir(exist_ok=True)  # planning sees that it has begun
+        request["have"] = _have(job.store, document.key)
     limit = None if job.stage.name == "train" else ATTEMPTS
     answer, back = persist(host, progress.say, lambda: ask(host, role, request, files), limit)
     receipts = {name: content for name, content in back.items() if _is_receipt(name, job)}
-    bundle.place(_into_store(back, job.store, without=receipts), job.store)
+    bundle.place(_into_store(answer, back, job.store, without=receipts), job.store)
     raise_error(answer, host)
     return _accept(job, document, receipts, host)
 
@@ -278,14 +279,23 @@ def _is_receipt(name: str, job: Job) -> bool:
     return name == str(receipt_path(Path(STORE / job.stage.name / job.directory.name), job.stage.name, job.step))
 
 
-def _into_store(back: Mapping[str, bytes], store: Path, without: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Files by path in a host's workdir -> by path in this store; only what belongs into a store."""
-    del store
+def _have(store: Path, key: str) -> dict[str, list[Any]]:
+    """The growing file of a training, as far as it is here."""
+    name = PurePosixPath("train", key, "metrics.jsonl")
+    return {str(STORE / name): bundle.prefix_of(store / name)}
+
+
+def _into_store(
+    answer: Mapping[str, Any], back: Mapping[str, bytes], store: Path, without: Mapping[str, bytes] | None = None
+) -> dict[str, bytes]:
+    """Files by path in a host's workdir -> by path in this store, whole; only what belongs into a store."""
     inside = {}
     for name, content in back.items():
         pure = PurePosixPath(name)
-        if name not in without and pure.is_relative_to(STORE):
-            inside[str(pure.relative_to(STORE))] = content
+        if name not in (without or {}) and pure.is_relative_to(STORE):
+            own = pure.relative_to(STORE)
+            offset = int(answer.get("offsets", {}).get(name, 0))
+            inside[str(own)] = (store / own).read_bytes()[:offset] + content if offset else content
     return inside
 
 
@@ -319,8 +329,8 @@ def of_training(host: Host, store: Path, key: str, request: Mapping[str, Any]) -
     Raises:
         DflashError: what the host answered.
     """
-    answer, back = ask(host, BY_NAME["train"].role, {"key": key, **request}, {})
-    bundle.place(_into_store(back, store, without={}), store)
+    answer, back = ask(host, BY_NAME["train"].role, {"key": key, "have": _have(store, key), **request}, {})
+    bundle.place(_into_store(answer, back, store), store)
     raise_error(answer, host)
     return answer
 

@@ -242,10 +242,19 @@ def answer(root: Path, request: dict[str, Any], files: dict[str, bytes]) -> byte
     try:
         bundle.place(files, root)
         found, back = ACTIONS[request["do"]](root, request)
-        return bundle.pack({"error": None, **found}, bundle.collect(root, back))
+        return _packed({"error": None, **found}, root, back, request)
     except DflashError as error:
-        kept: list[Path] = getattr(error, "files", [])
-        return bundle.pack({"error": as_document(error)}, bundle.collect(root, kept))
+        return _packed({"error": as_document(error)}, root, getattr(error, "files", []), request)
+
+
+def _packed(document: dict[str, Any], root: Path, back: list[Path], request: dict[str, Any]) -> bytes:
+    """The answer; of growing files that the controller has a part of (`have`) only the rest goes over."""
+    files = bundle.collect(root, back)
+    offsets = {}
+    for name, prefix in request.get("have", {}).items():
+        if name in files:
+            offsets[name], files[name] = bundle.rest_of(files[name], prefix)
+    return bundle.pack({**document, "offsets": offsets}, files)
 
 
 def as_document(error: DflashError) -> dict[str, str]:

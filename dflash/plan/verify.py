@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.base.errors import CorruptError, DecisionNeeded
-from dflash.base.files import DigestCache, sha256_file
+from dflash.base.files import DigestCache, read_json, sha256_file
 from dflash.base.records import CheckpointManifest, Receipt, RunManifest
 from dflash.base.store import (
     STEPWISE_RECEIPTS,
@@ -22,6 +22,7 @@ from dflash.base.store import (
     read_params,
     receipt_path,
     shipped_artifact,
+    stage_directory,
     stays_there,
 )
 from dflash.plan.graph import Node, Plan, PlannedRun
@@ -102,7 +103,9 @@ def damage_elsewhere(plan: Plan, there: CheckThere, everything: bool) -> list[Da
                 files.setdefault(place, []).append([name, output.size, output.sha256])
     for node, step in _to_make(plan):
         for shipment in shipments(plan, node, step).values():
-            if shipment.path.exists():
+            if shipment.path.exists() and not _is_of(shipment, plan):
+                _retire(shipment.path)  # what it tells of has been made again since, with other content
+            elif shipment.path.exists():
                 copies.setdefault(shipment.destination, {})[_copy_path(plan, shipment)] = shipment.path
     found: dict[Path, Damage] = {}
     for place in sorted({*files, *copies}):
@@ -114,6 +117,20 @@ def damage_elsewhere(plan: Plan, there: CheckThere, everything: bool) -> list[Da
                 node, step = results[place][path]
                 found.setdefault(node.receipt(step), Damage(node, step, node.receipt(step), f"on {place}: {why}"))
     return list(found.values())
+
+
+def _is_of(shipment: Shipment, plan: Plan) -> bool:
+    """Whether a shipment's record is readable and tells of the content that stands now."""
+    try:
+        record = read_json(shipment.path)
+        if shipment.stage == TARGET:
+            return True
+        standing = receipt_path(
+            stage_directory(plan.store, shipment.stage, shipment.key), shipment.stage, shipment.step
+        )
+        return not standing.exists() or record["content"] == Receipt.read(standing).content_digest()
+    except (CorruptError, KeyError, TypeError):
+        return False
 
 
 def _copy_path(plan: Plan, shipment: Shipment) -> str:
