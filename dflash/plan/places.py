@@ -139,7 +139,7 @@ def placement(plan: Plan, node: Node, step: int | None = None) -> dict[str, Any]
         elsewhere = [
             name
             for name, upstream in node.inputs.items()
-            if any(made_at(plan, upstream, number) != LOCAL for number in upstream.steps or [None])
+            if any(made_at(plan, upstream, number) != LOCAL for number in _numbers(upstream))
         ]
         return {"elsewhere": elsewhere} if elsewhere else {}
     coming = shipments(plan, node, step)
