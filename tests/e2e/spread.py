@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +24,16 @@ ROLES = {"gpu": "trainbox", "eval": "judge"}
 
 @dataclass
 class Spread(Workspace):
-    """A workspace with a hosts file. `servers`: host id -> its sshd; workdirs lie beside the working folder, by host id."""
+    """A workspace with a hosts file. `servers`: host id -> its sshd; workdirs lie beside the working folder, by host id.
+    more: further entries of a host. prefix: what every command of the controller begins with."""
 
     servers: dict[str, Sshd] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=lambda: dict(ROLES))
     more: dict[str, dict[str, Any]] = field(default_factory=dict)
+    prefix: list[str] = field(default_factory=list)
+
+    def _run(self, command: list[str], expect: int | None, timeout: float) -> subprocess.CompletedProcess[str]:
+        return super()._run([*self.prefix, *command], expect, timeout)
 
     def workdir(self, host: str) -> Path:
         return self.folder.parent / host

@@ -55,7 +55,7 @@ def batch_ids(folder: Path) -> dict[int, list[str]]:
 @pytest.fixture(scope="session")
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, cache: Path, servers: dict[str, Sshd]
-) -> dict[int, list[str]]:  # noqa: F811
+) -> dict[int, list[str]]:
     """The batch ids of the same training, left alone on its host."""
     space = make_spread(tmp_path_factory.mktemp("undisturbed") / "work", cache, servers)
     space.write_config(train=LONG)
