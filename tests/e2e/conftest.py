@@ -14,13 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from sshd import Sshd, why_not
 
 from dflash.hosts.lease import holder
 from dflash.plan.code import source_root
@@ -208,3 +209,18 @@ def finished(tmp_path: Path, finished_run: Workspace) -> Iterator[Workspace]:
     space = Workspace(folder, finished_run.cache, config=yaml.safe_load((folder / "config/config.yaml").read_text()))
     yield space
     space.kill_trainers()
+
+
+@pytest.fixture(scope="session")
+def servers(
+    tmp_path_factory: pytest.TempPathFactory, cache: Path, require_or_skip: Callable[[str, str], None]
+) -> Iterator[dict[str, Sshd]]:
+    """Three real sshd on loopback that play `trainbox`, `judge` and `spare`."""
+    from spread import start_servers
+
+    if reason := why_not():
+        require_or_skip("sshd", reason)
+    found = start_servers(tmp_path_factory.mktemp("sshd"), cache)
+    yield found
+    for server in found.values():
+        server.stop()

@@ -9,22 +9,10 @@ from pathlib import Path
 
 import pytest
 from conftest import Workspace  # type: ignore[import-not-found]
-from spread import Spread, copy_spread, make_spread, start_servers
-from sshd import Sshd, why_not
+from spread import Spread, copy_spread, make_spread
+from sshd import Sshd
 
 from dflash.base.records import Receipt
-
-
-@pytest.fixture(scope="session")
-def servers(
-    tmp_path_factory: pytest.TempPathFactory, cache: Path, require_or_skip: object
-) -> Iterator[dict[str, Sshd]]:
-    if reason := why_not():
-        require_or_skip("sshd", reason)  # type: ignore[operator]
-    found = start_servers(tmp_path_factory.mktemp("sshd"), cache)
-    yield found
-    for server in found.values():
-        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ import pytest
 from conftest import Workspace, wait_until  # type: ignore[import-not-found]
 from spread import Spread, make_spread
 from sshd import Sshd
-from test_spread import servers  # noqa: F401 (a fixture)
 from test_survival import LONG, running, snakemakes
 
 from dflash.base.records import LeaseRecord, last_attempts
@@ -25,7 +24,7 @@ from dflash.hosts.lease import holder
 
 
 @pytest.fixture
-def far(tmp_path: Path, cache: Path, servers: dict[str, Sshd]) -> Iterator[Spread]:  # noqa: F811
+def far(tmp_path: Path, cache: Path, servers: dict[str, Sshd]) -> Iterator[Spread]:
     """A long training on another host, not yet begun; judged on the controller."""
     space = make_spread(tmp_path / "all" / "work", cache, servers)
     space.write_config(train=LONG)
