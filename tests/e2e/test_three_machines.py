@@ -89,7 +89,7 @@ def machines(
 
 
 def test_the_road_through_a_jump_host_into_a_container_equals_the_local_one(
-    machines: Spread, finished: Workspace, tmp_path: Path
+    machines: Spread, finished_run: Workspace, tmp_path: Path
 ) -> None:
     direct = subprocess.run(
         [
@@ -111,7 +111,7 @@ def test_the_road_through_a_jump_host_into_a_container_equals_the_local_one(
     )
     assert "unreachable" in direct.stderr, "the controller has a way of its own to the inner machine"
     machines.call("run", timeout=280)
-    assert contents(machines) == contents(finished)
+    assert contents(machines) == contents(finished_run)
     assert hosts_of(machines)["train"] == "trainbox"
     assert hosts_of(machines)["evaluate"] == "judge"
     assert "env" in (tmp_path / "pct.log").read_text().split()
