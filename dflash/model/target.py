@@ -41,6 +41,7 @@ from transformers import (
 )
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
+from dflash.model import draws
 from dflash.model.kernels import BoundKernels, bound_kernels, force_reference, require
 from dflash.model.taps import check_taps
 
@@ -336,9 +337,8 @@ def load_ends(source: str | Path | Mapping[str, Any], dtype: str = "float32", de
         ConfigError, CorruptError, PermanentError: as `load_target`.
     """
     if isinstance(source, Mapping):
-        target = random_target(source, dtype, "cpu")
-        target.model.model.layers = nn.ModuleList()
-        return Target(_place(target.model, dtype, device), target.tokenizer)
+        # Head and embedding are drawn before any layer, so a model without layers has the same.
+        return random_target({**source, "num_hidden_layers": 0}, dtype, device)
     path = Path(source)
     _model_type(path)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -375,7 +375,8 @@ def random_target(
     kernels: str = "auto",
     form: str = "chunked",
 ) -> Target:
-    """A target with random weights, the same on every machine, and the byte-level tokenizer.
+    """A target with random weights, the same on every machine, and the byte-level tokenizer. One whose vocabulary and width
+    make it large (`draws.LARGE`) is built and drawn on its device: 27 B weights in seconds, without passing through the host.
 
     Args:
         spec: `model_type` (`qwen3` or `qwen3_5_text`), `seed`, and any field of that type's transformers config;
@@ -394,9 +395,15 @@ def random_target(
         )
     tokenizer = byte_tokenizer()
     fields.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = _empty_model(fields)
-    draw_weights(model, seed)
+    large = is_large(fields)
+    model = _empty_model(fields, dtype, device) if large else _empty_model(fields)
+    draw_weights(model, seed, by_counter=large)
     return Target(_place(model, dtype, device), tokenizer, kernels=kernels, form=form)
+
+
+def is_large(fields: Mapping[str, Any]) -> bool:
+    """Whether a random target of these fields is drawn by counter: by its embedding, which every cut of it has."""
+    return int(fields["vocab_size"]) * int(fields.get("hidden_size", 4096)) > draws.LARGE
 
 
 def target_from_state(
@@ -415,9 +422,9 @@ def target_from_state(
     return Target(_place(model, dtype, device), None)
 
 
-def _empty_model(fields: dict[str, Any]) -> Any:
-    """A model of the given config whose weights are transformers' own initial ones; the global generator is
-    restored."""
+def _empty_model(fields: dict[str, Any], dtype: str = "float32", device: str = "cpu") -> Any:
+    """A model of the given config, made on `device` in `dtype`, whose weights are transformers' own initial ones; the global
+    generators are restored."""
     classes = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
@@ -431,14 +438,22 @@ def _empty_model(fields: dict[str, Any]) -> Any:
     if unknown:
         raise ConfigError(f"{model_type} has no config fields {unknown}", where="target")
     config = config_class(**fields, attn_implementation="sdpa")
-    with torch.random.fork_rng(devices=[]):
-        model = model_class(config)
+    where = torch.device(device)
+    standard = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), where:
+        torch.set_default_dtype(_dtype(dtype))
+        try:
+            model = model_class(config)
+        finally:
+            torch.set_default_dtype(standard)
     return model
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, seed: int) -> None:
+def draw_weights(model: nn.Module, seed: int, *, by_counter: bool = False) -> None:
     """Draw the weights of a Qwen3 or Qwen3.5 model from `seed`, in the order of their names.
+
+    With `by_counter` matrices come from `draws.py`, else all comes from one sequence of torch's generator.
 
     Matrices are N(0, 1/fan_in) and the embedding N(0, 1), so that a tiny random target writes varied text; norms keep
     their neutral value. The decay of the delta rule is slow enough for its state to matter.
@@ -449,6 +464,9 @@ def draw_weights(model: nn.Module, seed: int) -> None:
             weight.copy_(torch.empty(weight.shape).uniform_(0.05, 1.0, generator=generator).log())
         elif weight.ndim > 1:
             std = 1.0 if "embed_tokens" in name else weight[0].numel() ** -0.5
+            if by_counter:
+                draws.draw_normal(weight, name, seed, std)
+                continue
             weight.copy_(torch.empty(weight.shape).normal_(0.0, std, generator=generator))
 
 
