@@ -44,7 +44,8 @@ def test_they_are_the_numbers_that_they_always_were() -> None:
 
 def test_they_are_normal_and_independent_of_their_neighbours() -> None:
     numbers = drawn(std=0.5) / 0.5
-    assert abs(float(numbers.mean())) < 0.01 and abs(float(numbers.std()) - 1) < 0.01
+    assert abs(float(numbers.mean())) < 0.01
+    assert abs(float(numbers.std()) - 1) < 0.01
     assert abs(float((numbers**4).mean()) - 3) < 0.1
     for lag in (1, 2, 64, 4096):
         assert abs(float((numbers[lag:] * numbers[:-lag]).mean())) < 0.02
@@ -60,7 +61,8 @@ def test_names_and_seeds_draw_different_numbers() -> None:
 def test_the_ends_of_a_large_target_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draws, "LARGE", 0)
     whole, ends = random_target(HYBRID, "bfloat16"), load_ends(HYBRID, "bfloat16")
-    assert torch.equal(whole.embed.weight, ends.embed.weight) and torch.equal(whole.lm_head.weight, ends.lm_head.weight)
+    assert torch.equal(whole.embed.weight, ends.embed.weight)
+    assert torch.equal(whole.lm_head.weight, ends.lm_head.weight)
     assert whole.facts.dtype == "bfloat16"
     assert all(buffer.dtype == torch.float32 for name, buffer in whole.model.named_buffers() if "inv_freq" in name)
     assert abs(float(whole.embed.weight.float().std()) - 1) < 0.05
@@ -70,7 +72,8 @@ def test_a_large_target_is_drawn_alike_twice_and_leaves_the_global_state_alone(m
     monkeypatch.setattr(draws, "LARGE", 0)
     before = torch.get_rng_state()
     one, two = random_target(HYBRID, "bfloat16"), random_target(HYBRID)
-    assert torch.get_default_dtype() == torch.float32 and torch.equal(torch.get_rng_state(), before)
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.equal(torch.get_rng_state(), before)
     for (name, ours), theirs in zip(one.model.named_parameters(), two.model.parameters(), strict=True):
         assert torch.equal(ours, theirs.to(torch.bfloat16)), name
 
