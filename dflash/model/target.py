@@ -8,13 +8,16 @@ Features stop after the last tap: no later layer, no final norm and no logits ar
 64 that saves 3% of the layers and, at a vocabulary of 248320, 2 * H * V operations a token. They take b * S * K * H
 numbers: 51 kB a token at 5 taps of 5120 in bfloat16.
 
-Batches are padded on the right for features and (inside `generate`, with mask and positions) on the left for decoding,
-where every row must end at the same place. Padding never reaches a result: a batch gives what its rows give one by one.
+Batches come padded on the right for features and (inside `generate`, with mask and positions) on the left for decoding,
+where every row must end at the same place. Padding never reaches a result: a batch gives what its rows give one by one. On a
+GPU whose kernels keep documents apart (`kernels.py`) nothing is computed on padding: the rows of a batch go through the layers
+packed into one, each with positions from 0, and come back in their places. Which rows make a batch does not depend on it.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +45,17 @@ from transformers import (
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
 from dflash.model import draws
-from dflash.model.kernels import BoundKernels, bound_kernels, force_reference, require
+from dflash.model.kernels import (
+    BoundKernels,
+    attending_by_document,
+    bind_document_convolution,
+    bound_kernels,
+    documents_stay_apart,
+    force_reference,
+    packing_arguments,
+    refuse_packing,
+    require,
+)
 from dflash.model.taps import check_taps
 
 MODEL_TYPES = ("qwen3", "qwen3_5", "qwen3_5_text")
@@ -103,8 +116,16 @@ class Target:
         self.device: torch.device = next(self.embed.parameters()).device
         if self.device.type == "cpu" or kernels == "torch":
             force_reference(model, form)
+        else:
+            bind_document_convolution(model)
         self.kernels: BoundKernels = bound_kernels(model)
         require(self.kernels, kernels)
+        self.kernels = dataclasses.replace(self.kernels, packed=self.device.type != "cpu" and self.can_pack())
+
+    def can_pack(self) -> bool:
+        """Whether documents that share a row stay apart, in attention and in linear layers."""
+        whole = set(self.facts.layer_types) <= {"full_attention", "linear_attention"}
+        return whole and documents_stay_apart(self.model, self.kernels)
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor | None, taps: Sequence[int]) -> Tensor:
@@ -126,10 +147,34 @@ class Target:
         check_taps(taps, self.facts.num_layers, where="taps")
         refuse_left_padding(input_ids, attention_mask, self.facts.pad_id)
         trunk = self._trunk(max(taps) + 1)
+        if attention_mask is not None and self.kernels.packed and not bool(attention_mask.all()):
+            return self._packed_features(trunk, input_ids, attention_mask.bool(), taps)
         with _layer_outputs(trunk.layers, taps) as outputs:
             trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         features = torch.cat([outputs[k] for k in taps], dim=-1)
         return features if attention_mask is None else features * attention_mask[..., None].to(features.dtype)
+
+    def _packed_features(self, trunk: Any, input_ids: Tensor, kept: Tensor, taps: Sequence[int]) -> Tensor:
+        """`features` of the tokens that are kept ([b, S], no holes) in one row without padding, put back in their places.
+
+        Raises:
+            PermanentError: the bound kernels would let documents run into each other.
+        """
+        refuse_packing(self.kernels)
+        lengths = kept.sum(dim=1).tolist()
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)[kept][None]
+        with attending_by_document(trunk.config), _layer_outputs(trunk.layers, taps) as outputs:
+            trunk(
+                input_ids=input_ids[kept][None],
+                position_ids=positions,
+                attention_mask=dict.fromkeys(self.facts.layer_types),  # no mask for any kind of layer
+                use_cache=False,
+                **packing_arguments(lengths, input_ids.device),
+            )
+        packed = torch.cat([outputs[k][0] for k in taps], dim=-1)
+        features = packed.new_zeros(*kept.shape, packed.shape[-1])
+        features[kept] = packed
+        return features
 
     def _trunk(self, count: int) -> Any:
         """The backbone cut after `count` layers, sharing every weight, without the final norm."""

@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +198,8 @@ def rate(given: argparse.Namespace) -> dict[str, Any]:
     samples = load_train_samples(dataset.directory)
     plan = batch_plan(samples, dataset, inputs.one("buckets"))
     begun = time.perf_counter()
-    build = target_work if given.role == "target" else drafter_work
-    work, kernels = build(params, given, plan, samples, drafter_config(params))
+    config = drafter_config(params)
+    work = (TargetWork if given.role == "target" else drafter_work)(params, given, plan, samples, config)
     loading = time.perf_counter() - begun
     per_step = plan.params.batches_per_step
     work(0)  # compiles and tunes what is compiled and tuned
@@ -209,6 +209,7 @@ def rate(given: argparse.Namespace) -> dict[str, Any]:
         before = time.perf_counter()
         tokens = work(len(kept) + 1)
         kept.append((tokens, time.perf_counter() - before))
+    beside = packing_beside(given, work, plan, samples, config) if given.role == "target" else {}
     rates = sorted(tokens / seconds for tokens, seconds in kept)
     peak = torch.cuda.max_memory_allocated(given.device) if given.device.startswith("cuda") else 0
     return {
@@ -220,10 +221,46 @@ def rate(given: argparse.Namespace) -> dict[str, Any]:
         "step_seconds": round(statistics.median(seconds for _, seconds in kept), 3),
         "loading_seconds": round(loading, 1),
         "peak_gb": round(peak / 1e9, 1),
-        "kernels": kernels,
+        "kernels": getattr(work, "kernels", {}),
         "lengths": {"mean": round(float(plan.lengths.mean())), "longest": int(plan.lengths.max())},
         "padding_share": round(padding(plan), 3),
+        **beside,
     }
+
+
+def packing_beside(given: argparse.Namespace, work: TargetWork, plan: Any, samples: Any, config: Any) -> dict[str, Any]:
+    """Where batches are packed: what padding them would give, and how far both are from rows computed one by one, by tap.
+
+    The first is the gain of packing; the others are noise of the type, and must be of one size.
+    """
+    import torch
+
+    target = work.target
+    if not target.kernels.packed:
+        return {}
+    padded = replace(target.kernels, packed=False)
+    batch = next(found for number in itertools.count() if len((found := plan.batch(number)).rows) > 1)
+    ids, mask = work.tensors(batch)
+    taps = list(config.target_layer_ids)
+    packed_features = target.features(ids, mask, taps)
+    packed_kernels, target.kernels = target.kernels, padded
+    padded_features = target.features(ids, mask, taps)
+    errors: dict[str, list[float]] = {"packed": [0.0] * len(taps), "padded": [0.0] * len(taps)}
+    for row, length in enumerate(batch.lengths.tolist()):
+        alone = target.features(ids[row : row + 1, :length], None, taps)[0].float().unflatten(-1, (len(taps), -1))
+        for name, found in (("packed", packed_features), ("padded", padded_features)):
+            other = found[row, :length].float().unflatten(-1, (len(taps), -1))
+            for tap in range(len(taps)):
+                error = float((other[:, tap] - alone[:, tap]).norm() / alone[:, tap].norm())
+                errors[name][tap] = max(errors[name][tap], round(error, 5))
+    work(1)
+    begun = time.perf_counter()
+    tokens = sum(work(step) for step in (1, 2))
+    rate = tokens / (time.perf_counter() - begun)
+    target.kernels = packed_kernels
+    if given.device.startswith("cuda"):
+        torch.cuda.synchronize(given.device)
+    return {"padded_tokens_per_second": round(rate, 1), "error_against_one_by_one": errors}
 
 
 def padding(plan: Any) -> float:
@@ -232,38 +269,47 @@ def padding(plan: Any) -> float:
     return 1.0 - sum(int(batch.lengths.sum()) for batch in batches) / sum(batch.padded_tokens for batch in batches)
 
 
-def target_work(
-    params: Any, given: argparse.Namespace, plan: Any, samples: Any, config: Any
-) -> tuple[Callable[[int], int], dict[str, Any]]:
+class TargetWork:
     """Features of one step's batches, as a target's rank computes them, sent nowhere."""
-    import torch
 
-    from dflash.data.batches import collate
-    from dflash.train.prepare import load_checked_target
-    from dflash.train.stream import token_digest
+    def __init__(self, params: Any, given: argparse.Namespace, plan: Any, samples: Any, config: Any) -> None:
+        import torch
 
-    target = load_checked_target(params, None, given.device)
-    device = torch.device(given.device)
+        from dflash.train.prepare import load_checked_target
 
-    def work(step: int) -> int:
+        self.target = load_checked_target(params, None, given.device)
+        self.kernels = self.target.kernels.to_dict()
+        self.device = torch.device(given.device)
+        self.plan, self.samples, self.taps = plan, samples, list(config.target_layer_ids)
+
+    def tensors(self, batch: Any) -> tuple[Any, Any]:
+        """Tokens and attention mask of a batch on the device."""
+        import torch
+
+        from dflash.data.batches import collate
+
+        collated = collate(batch, self.samples, self.target.facts.pad_id)
+        input_ids = torch.from_numpy(collated["input_ids"]).to(self.device)
+        return input_ids, torch.from_numpy(collated["attention_mask"]).to(device=self.device, dtype=torch.long)
+
+    def __call__(self, step: int) -> int:
+        """Works through a step; returns its tokens."""
+        import torch
+
+        from dflash.train.stream import token_digest
+
         tokens = 0
-        for batch in plan.step(step):
-            collated = collate(batch, samples, target.facts.pad_id)
-            input_ids = torch.from_numpy(collated["input_ids"]).to(device)
-            attention_mask = torch.from_numpy(collated["attention_mask"]).to(device=device, dtype=torch.long)
-            target.features(input_ids, attention_mask, list(config.target_layer_ids))
+        for batch in self.plan.step(step):
+            input_ids, attention_mask = self.tensors(batch)
+            self.target.features(input_ids, attention_mask, self.taps)
             token_digest(input_ids, attention_mask)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             tokens += int(batch.lengths.sum())
         return tokens
 
-    return work, target.kernels.to_dict()
 
-
-def drafter_work(
-    params: Any, given: argparse.Namespace, plan: Any, samples: Any, config: Any
-) -> tuple[Callable[[int], int], dict[str, Any]]:
+def drafter_work(params: Any, given: argparse.Namespace, plan: Any, samples: Any, config: Any) -> Callable[[int], int]:
     """One step of a drafter whose features are there already."""
     import torch
 
@@ -296,7 +342,7 @@ def drafter_work(
             torch.cuda.synchronize(device)
         return sums.tokens
 
-    return work, {}
+    return work
 
 
 def rate_command(given: argparse.Namespace, role: str, device: str, folder: Path) -> list[str]:
