@@ -156,7 +156,7 @@ def job_values(given: argparse.Namespace) -> dict[str, Any]:
         "quantiles": 8,
         "batches_per_step": given.batches_per_step,
     }
-    placed = {"anchor_chunk": given.anchor_chunk, "rank_timeout": 120, "keep_states": 1, "checkpoint_every": 10_000}
+    placed = {"anchor_chunk": given.anchor_chunk, "rank_timeout": 300, "keep_states": 1, "checkpoint_every": 10_000}
     return {"train": train, "batching": batching, "placed": placed, "sizes": sizes}
 
 
@@ -555,8 +555,11 @@ def watch_topology(
     """Waits for its steps, says what they show, and kills a rank. Returns its lines."""
 
     def enough(lines: list[MetricsLine]) -> bool:
-        done = len(lines) >= given.steps
-        return done and (saved_after is None or schedule.exists(running.training.directory, saved_after))
+        if len(lines) < given.steps and sum(line.seconds for line in lines) < given.seconds:
+            return False
+        if saved_after is None:
+            return True
+        return lines[-1].step >= saved_after + 3 and schedule.exists(running.training.directory, saved_after)
 
     saving = given.save_limit if saved_after else 0.0
     wrong = running.wait_for(enough, given.start_limit, given.seconds + saving)
@@ -718,17 +721,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topologies", nargs="+", default=["3:1", "2:2", "1:1"], metavar="N:M")
     parser.add_argument("--steps", type=int, default=40, help="steps of a topology, unless --seconds end first")
-    parser.add_argument("--seconds", type=float, default=65.0, help="most seconds of a topology after its first step")
+    parser.add_argument("--seconds", type=float, default=50.0, help="most seconds of steps of a topology")
     parser.add_argument("--deadline", type=float, default=520.0, help="start no part that would pass this second")
     parser.add_argument("--start-limit", type=float, default=150.0, help="most seconds until a first step")
-    parser.add_argument("--save-limit", type=float, default=90.0, help="more seconds for the topology that saves")
+    parser.add_argument("--save-limit", type=float, default=120.0, help="more seconds for the topology that saves")
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count")
     parser.add_argument("--checkpoint", default=None, metavar="N:M", help="which topology saves (the first); `none`")
     parser.add_argument("--checkpoint-step", type=int, default=4)
     parser.add_argument("--resume-at", default="1:1", metavar="N:M", help="where the killed one goes on; `none`")
     parser.add_argument("--together", action="store_true", help="run topologies side by side where they fit")
     parser.add_argument("--no-rates", action="store_true", help="leave out the roles alone")
-    parser.add_argument("--rate-seconds", type=float, default=30.0)
+    parser.add_argument("--rate-seconds", type=float, default=20.0)
     parser.add_argument("--layers", type=int, default=64, help="of the target")
     parser.add_argument("--draft-layers", type=int, default=5)
     parser.add_argument("--anchors", type=int, default=None, help="max_anchors (512)")
