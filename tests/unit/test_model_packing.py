@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_samples import DENSE, HYBRID
 from torch import Tensor
+from train_store import again, make_training
 
 from dflash.base.errors import PermanentError
+from dflash.base.records import CheckpointManifest
 from dflash.model import kernels
 from dflash.model.kernels import bind_document_convolution, bound_kernels, documents_stay_apart, packing_arguments
 from dflash.model.target import Target, random_target
+from dflash.train import trainer
+from dflash.train.prepare import load_checked_target
 
 LENGTHS = [17, 1, 70, 66, 5]
 TAPS = [1, 4]
@@ -134,6 +140,20 @@ def test_the_torch_reference_refuses_packed_documents() -> None:
         packing(made).features(*batch(), TAPS)
 
 
+def test_a_reference_that_would_mix_documents_in_silence_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As transformers 5.17 binds it on a GPU without the fast packages."""
+    made = random_target(HYBRID)
+    source = sys.modules[type(made.model).__module__]
+    for ours in kernels.WHOLE_SEQUENCE:
+        name = kernels.FUNCTIONS[ours]
+        monkeypatch.setattr(source, name, inspect.unwrap(getattr(source, name)))
+    made.kernels = bound_kernels(made.model)
+    with pytest.raises(PermanentError, match="chunk_gated_delta_rule, causal_conv1d run on the torch reference"):
+        packing(made).features(*batch(), TAPS)
+
+
 def test_the_convolution_is_bound_only_beside_a_fast_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     made = random_target(HYBRID)
     bind_document_convolution(made.model)
@@ -173,6 +193,21 @@ def test_what_kernels_are_told_of_the_documents_fits_together() -> None:
     assert told["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
     assert told["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2]]
     assert told["document_lengths"] == (3, 1, 2)
+
+
+def test_a_packed_training_has_the_same_batches_and_learns_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded = make_training(tmp_path / "padded", dtype="float64")
+    padded.run(3)
+    packed = again(padded, tmp_path / "packed")
+    monkeypatch.setattr(trainer, "load_checked_target", lambda *args: packing(load_checked_target(*args)))
+    packed.run(3)
+    assert packed.batch_ids() == padded.batch_ids()
+    ours, theirs = packed.weights(3), padded.weights(3)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-11, rtol=1e-9) for name in theirs)
+    manifest = CheckpointManifest.read(packed.directory / "step_3/manifest.json")
+    assert manifest.kernels["packed"] is True
 
 
 # ---------------------------------------------------------------- on a GPU
