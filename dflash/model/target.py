@@ -125,7 +125,12 @@ class Target:
     def can_pack(self) -> bool:
         """Whether documents that share a row stay apart, in attention and in linear layers."""
         whole = set(self.facts.layer_types) <= {"full_attention", "linear_attention"}
-        return whole and documents_stay_apart(self.model, self.kernels)
+        backbone = self.model.model
+        # How they attend is said in the config: it must be one, or some layers would not be told.
+        told = all(
+            layer.self_attn.config is backbone.config for layer in backbone.layers if hasattr(layer, "self_attn")
+        )
+        return whole and told and documents_stay_apart(self.model, self.kernels)
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor | None, taps: Sequence[int]) -> Tensor:

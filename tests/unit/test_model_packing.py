@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import sys
@@ -185,6 +186,13 @@ def test_sliding_layers_are_not_packed() -> None:
     made = random_target(DENSE)
     assert made.can_pack()
     made.facts = replace(made.facts, layer_types=("sliding_attention", "full_attention"))
+    assert not made.can_pack()
+
+
+def test_a_layer_with_a_config_of_its_own_would_not_be_told_how_to_attend() -> None:
+    made = random_target(DENSE)
+    attention = made.model.model.layers[2].self_attn
+    attention.config = copy.deepcopy(attention.config)
     assert not made.can_pack()
 
 
