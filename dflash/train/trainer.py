@@ -150,7 +150,8 @@ class Learner:
         self.device = torch.device(device)
         self.compute = DTYPES[params.dtype]
         master = torch.float64 if params.dtype == "float64" else torch.float32
-        self.drafter = Drafter(config, seed=params.seed).to(device=self.device, dtype=master)
+        self.drafter = Drafter(config, seed=None).to(device=self.device, dtype=master)
+        self.drafter.draw_weights(params.seed)
         self.masters: dict[str, Tensor] = dict(self.drafter.named_parameters())
         if self.compute != master:
             self.masters = {name: weight.detach().clone() for name, weight in self.masters.items()}
