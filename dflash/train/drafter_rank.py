@@ -21,12 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash.base.files import locked
 from dflash.base.records import MetricsLine
 from dflash.base.stage import HostContext, Inputs
 from dflash.data.batches import Batch, load_train_samples
 from dflash.model.target import check_features
-from dflash.train import checkpoint, schedule
+from dflash.train import checkpoint
 from dflash.train.agreement import (
     agree,
     common_facts,
@@ -249,13 +248,15 @@ class DrafterRank(Trainer):
 
     def _after_step(self) -> None:
         due = self.peers.from_lead(self._due() if self.peers.leads else None, drafters_only=True)
-        if not due:
+        if due:
+            self._compare()
+        if not self.peers.leads:
             return
-        self._compare()
-        if self.peers.leads:
+        if due:
             self._save()
-            with locked(schedule.schedule_lock(self.directory)):
-                self._tell_status()
+        elif self.step == self.first_step + 1:
+            self._prepare_copy()
+        self._collect(wait=False)
 
     def _compare(self) -> None:
         """Refuses to save when two drafters have drifted apart; collects every rank's generators for the state.

@@ -299,7 +299,7 @@ def _raise_gone(directory: Path, step: int) -> None:
 
 def _refuse_unsaved(directory: Path, step: int, holder: LeaseRecord) -> None:
     status = schedule.read_status(directory)
-    if status is None or not status.belongs_to(holder):
+    if status is None or not status.belongs_to(holder) or step in status.writing or schedule.exists(directory, step):
         return
     if status.alert:
         raise PermanentError(f"step {step} was not saved: {status.alert}", where=str(directory))

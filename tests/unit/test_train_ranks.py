@@ -141,7 +141,13 @@ def test_metrics_say_who_waits_for_whom(trained: dict[Any, tuple[Training, Any]]
     lines = last_attempts(training.directory / "metrics.jsonl")
     for line in lines:
         assert set(line.tokens_per_second) == {"target", "drafter"}
-        assert set(line.stalled_seconds) == {"data", "drafter_features", "drafter_reduce", "target_credit"}
+        assert set(line.stalled_seconds) == {
+            "data",
+            "drafter_features",
+            "drafter_reduce",
+            "target_credit",
+            "checkpoint",
+        }
         assert len(line.features_waiting) == 2
     assert max(max(line.features_waiting) for line in lines) > 0
     shares = re.search(r"waited for features (\d+)% .* room to send (\d+)%", ran.said[3])
