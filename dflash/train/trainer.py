@@ -295,6 +295,7 @@ class Trainer:
         self.history: list[dict[str, int]] = []
         self.generators: dict[str, Tensor] = {}
         self.parent: dict[str, Any] | None = None
+        self.writes = True  # of several drafters one
         self.saved: list[int] = []
         self.writing: list[int] = []
         self.copy = HostCopy(torch.device(context.device))
@@ -306,10 +307,13 @@ class Trainer:
         self._last_due = 0
         self._schedule: tuple[tuple[int, int], list[int]] | None = None
 
-    def begin(self) -> None:
-        """Loads and checks everything, resumes, and writes down what will run. No batch is read before that is on disk."""
+    def _check_disk(self) -> None:
         done = max(schedule.resumable_steps(self.directory), default=0)
         preflight.check_disk(self.params, self.config, self.directory, sum(step > done for step in self.scheduled()))
+
+    def begin(self) -> None:
+        """Loads and checks everything, resumes, and writes down what will run. No batch is read before that is on disk."""
+        self._check_disk()
         self.samples = load_train_samples(self.dataset.directory)
         check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)
         self.plan = batch_plan(self.samples, self.dataset, self.buckets)
@@ -341,14 +345,14 @@ class Trainer:
 
     def _probe(self) -> list[dict[str, Any]]:
         subject = probe.Subject(self.params, self.learner.target, self.learner.drafter, self.context.device)
-        return probe.attend(
-            self.directory,
-            subject,
-            collect(self.kernels),
-            resumed=bool(schedule.existing_steps(self.directory)),
-            attempt=self.context.attempt,
-            accept=str(self.context.placement.get("accept_env", "")),
-        )
+        return probe.attend(self.directory, subject, collect(self.kernels), **self._probing())
+
+    def _probing(self) -> dict[str, Any]:
+        return {
+            "resumed": bool(schedule.existing_steps(self.directory)),
+            "attempt": self.context.attempt,
+            "accept": str(self.context.placement.get("accept_env", "")),
+        }
 
     def _resume(self) -> None:
         state = checkpoint.newest_state(self.directory, self.directory.name)
@@ -538,13 +542,15 @@ class Trainer:
         """
         self.nonfinite += 1
         names = ", ".join(batch.batch_id for batch in batches)
-        alert(f"step {step}: loss {loss}, gradient norm {norm}; the update is skipped (batches {names})")
+        if self.writes:
+            alert(f"step {step}: loss {loss}, gradient norm {norm}; the update is skipped (batches {names})")
         if self.nonfinite < self.params.max_nonfinite:
             return
         path = self.directory / "nonfinite.json"
         steps = range(step - self.nonfinite + 1, step + 1)
         ids = {str(number): [batch.batch_id for batch in self.plan.step(number - 1)] for number in steps}
-        write_json(path, {"steps": ids, "loss": repr(loss), "gradient_norm": repr(norm)})
+        if self.writes:
+            write_json(path, {"steps": ids, "loss": repr(loss), "gradient_norm": repr(norm)})
         raise PermanentError(
             f"loss or gradient was not finite for {self.nonfinite} steps in a row, up to step {step}",
             where=str(path),

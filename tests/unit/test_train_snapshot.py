@@ -126,7 +126,7 @@ def test_an_error_of_the_writer_ends_training_with_its_message(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(checkpoint, "write_state", broken)
-    with pytest.raises(PermanentError, match="step 2 cannot be saved: .*Input/output error"):
+    with pytest.raises(PermanentError, match=r"step 2 cannot be saved: .*Input/output error"):
         training.run(2, 400)
     assert schedule.existing_steps(training.directory) == []
     assert len(last_attempts(training.directory / "metrics.jsonl")) < 400
