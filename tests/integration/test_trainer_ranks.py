@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from train_store import Training, again, make_training, wait_until
 
 from dflash.base.errors import TransientError
 from dflash.base.records import last_attempts
-from dflash.train import attempts, launch, schedule
+from dflash.train import attempts, checkpoint, launch, schedule
 
 FAR = 3000
 """A scheduled step that no test reaches."""
@@ -82,6 +83,94 @@ def test_any_killed_rank_ends_the_job_with_its_name_and_the_next_start_resumes(
     assert [line.batch_ids for line in lines] == undisturbed.batch_ids()
     files = [t.directory / "step_30" / "drafter" / "model.safetensors" for t in (training, undisturbed)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_a_rank_that_is_stopped_and_does_not_die_ends_the_job_by_name(tmp_path: Path, victim: int) -> None:
+    placed = {"topology": TOPOLOGY, "rank_timeout": 3}
+    training = make_training(tmp_path, schedule_steps=FAR, placed=placed, batching={"batches_per_step": 4})
+    training.ensure_alive(2, FAR)
+    wait_until(lambda: reached(training, 3, 1), 120)
+    pids = record(training, 1).rank_pids
+    os.kill(pids[victim], signal.SIGSTOP)
+    stopped = time.monotonic()
+    with pytest.raises(TransientError) as lost:
+        training.wait(FAR)
+    assert 2 < time.monotonic() - stopped < 3 + 5
+    assert wait_until(lambda: all(map(gone, pids)), 5)
+    name = {1: "rank 1 (target 1)", 2: "rank 2 (drafter 0)", 3: "rank 3 (drafter 1)"}[victim]
+    said = lost.value.message()
+    assert re.search(
+        rf"step \d+: {re.escape(name)} on local gave no sign of life for \d s \(in step \d+, .*\)", said
+    ), said
+    assert "; it last said: " in said
+    ended = record(training, 1)
+    assert (ended.exit, ended.signal) == (attempts.EXIT_BY_KIND["transient"], None)
+    training.ensure_alive(4)
+    training.wait(4)
+
+
+def test_a_rank_that_lives_and_does_nothing_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
+    """As in a dead file system, or a lock that nobody opens: the process answers and its work does not go on."""
+    placed = {"topology": TOPOLOGY, "rank_timeout": 3}
+    training = make_training(tmp_path, schedule_steps=FAR, placed=placed, batching={"batches_per_step": 4})
+    shim = tmp_path / "shim"
+    shim.mkdir()
+    (shim / "sitecustomize.py").write_text(HANGS)
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{shim}{os.pathsep}{before}"
+    try:
+        training.ensure_alive(FAR)
+    finally:
+        os.environ["PYTHONPATH"] = before
+    with pytest.raises(TransientError) as lost:
+        wait_until(lambda: training.wait(FAR), 60)
+    said = lost.value.message()
+    assert re.search(
+        r"step 6: rank 1 \(target 1\) on local made no progress for \d s \(in step 6, computing features\)", said
+    ), said
+
+
+HANGS = """
+import os, sys, threading
+if os.environ.get("RANK") == "1" and "dflash.train.ranks" in sys.orig_argv:
+    import importlib.abc
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name == "dflash.train.drafter_rank":  # imported just before target_rank
+                import dflash.train.target_rank as module
+                real = module.TargetRank._features
+                def features(self, batch):
+                    if self.step == 5:
+                        threading.Event().wait()
+                    return real(self, batch)
+                module.TargetRank._features = features
+            return None
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_signals_and_requests_reach_a_training_of_several_ranks(training: Training) -> None:
+    training.ensure_alive(FAR)
+    wait_until(lambda: reached(training, 2, 1), 120)
+    attempt = record(training, 1)
+    for pid in (attempt.launcher_pid, *attempt.rank_pids):
+        os.kill(pid, signal.SIGHUP)
+    before = schedule.passed(training.directory)
+    step = launch.checkpoint_now(training.directory, "demo", timeout=60, poll=0.01)
+    assert before < step < FAR
+    assert schedule.read_schedule(training.directory) == [step, FAR]
+    checkpoint.load_state(training.directory, step, training.directory.name)
+    assert not any(map(gone, attempt.rank_pids)), "nobody minds SIGHUP"
+    os.kill(attempt.launcher_pid, signal.SIGTERM)
+    wait_until(lambda: training.holder() is None, 60)
+    ended = record(training, 1)
+    assert (ended.exit, ended.signal, ended.cause) == (0, None, "")
+    newest = max(schedule.resumable_steps(training.directory))
+    assert newest > step, "the step it was in was finished and saved"
+    assert len(last_attempts(training.directory / "metrics.jsonl")) == newest
+    assert checkpoint.load_state(training.directory, newest, training.directory.name).next_step == newest
+    assert wait_until(lambda: all(map(gone, attempt.rank_pids)), 5)
 
 
 def test_torchrun_starts_the_same_program_and_sigterm_saves_the_step(training: Training) -> None:

@@ -287,14 +287,24 @@ def test_a_target_that_works_on_another_batch_is_refused_before_it_sends(small: 
     assert "rank 1 (drafter 0) asks for batch " in ran.said[0]
 
 
-def test_broken_features_are_refused_with_the_batch_named(small: Training, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("factor", "said"), [(float("nan"), "hold NaN"), (0.0, "are zero for a whole token"), (None, "are constant")]
+)
+def test_broken_features_are_refused_with_the_batch_named(
+    small: Training, tmp_path: Path, factor: float | None, said: str
+) -> None:
     def poison() -> None:
-        real = target_rank.Target.features
-        target_rank.Target.features = lambda *arguments: real(*arguments) * float("nan")  # type: ignore[method-assign]
+        real = target_rank.TargetRank._part
 
-    ran = run_topology(again(small, tmp_path), 1, 1, STEPS, changes={0: poison})
-    assert ran.statuses[1] == 4
-    assert "features hold NaN" in ran.said[1]
+        def broken(self: Any, batch: Any) -> torch.Tensor:
+            features = real(self, batch)
+            return torch.ones_like(features) if factor is None else features * factor
+
+        target_rank.TargetRank._part = broken  # type: ignore[method-assign]
+
+    ran = run_topology(again(small, tmp_path), 2, 2, STEPS, changes={1: poison})
+    assert ran.statuses[3] == 4, "batch 1 goes from target 1 to drafter 1"
+    assert re.search(rf"rank 3 \(drafter 1\) on local, step 1: batch [0-9a-f]{{12}}: features .*{said}", ran.said[3])
 
 
 @pytest.mark.parametrize("fact", ["kernels", "taps"])
