@@ -106,11 +106,19 @@ def test_a_state_resumes_under_another_topology(
     assert distance(whole, resumed) <= TOLERANCE["float64"]
 
 
-def test_a_resume_at_the_same_topology_is_bit_for_bit(trained: dict[Any, tuple[Training, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("done", "left_of_epoch"), [(1, 2), (2, 4), (3, 6), (4, 0)])
+def test_a_resume_at_the_same_topology_is_bit_for_bit(
+    trained: dict[Any, tuple[Training, Any]], tmp_path: Path, done: int, left_of_epoch: int
+) -> None:
+    """In mid-epoch, and where an epoch ends: it has eight batches, a step six."""
+    assert -done * 6 % 8 == left_of_epoch
     whole, _ = trained["float32", 2, 2]
     resumed = again(whole, tmp_path)
-    assert succeeded(run_topology(resumed, 2, 2, 2))
+    assert succeeded(run_topology(resumed, 2, 2, done))
     assert succeeded(run_topology(resumed, 2, 2, STEPS, attempt=2))
+    lines = [json.loads(line) for line in (resumed.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["attempt"]) for line in lines] == [(n, 1 + (n > done)) for n in range(1, STEPS + 1)]
+    assert resumed.batch_ids() == whole.batch_ids()
     assert distance(whole, resumed) == 0
 
 
