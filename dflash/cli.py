@@ -88,8 +88,16 @@ def plan(
     configfile: ConfigFiles = None,
     verify: Annotated[bool, typer.Option("--verify", help="Also look for damaged results.")] = False,
     as_json: AsJson = False,
+    topology: Annotated[bool, typer.Option("--topology", help="How many targets and drafters are best.")] = False,
+    rates: Annotated[Path | None, typer.Option("--rates", help="Measured rates for --topology (JSON).")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", help="GPUs to split, for --topology.")] = None,
 ) -> None:
-    """Show each stage with its key, whether it is fresh, and why not."""
+    """Show each stage with its key, whether it is fresh, and why not. With --topology: what each split of the GPUs gives."""
+    if topology:
+        _plan_topology(configfile, rates, gpus, as_json)
+        return
+    if rates is not None or gpus is not None:
+        raise ConfigError("`--rates` and `--gpus` belong to `--topology`", remedy="Add --topology.")
     from dflash.plan.config import load_config
     from dflash.plan.costly import require_decisions
     from dflash.plan.graph import build_plan
@@ -110,6 +118,23 @@ def plan(
             f"{len(damages)} damaged result{'s' if len(damages) > 1 else ''}",
             remedy="Each line above says how it is made again.",
         )
+
+
+def _plan_topology(configfile: list[Path] | None, file: Path | None, gpus: int | None, as_json: bool) -> None:
+    """Predicts tokens per second of every split, from a rates file or from what the config's first run has measured."""
+    from dflash.plan import topology
+    from dflash.plan.config import load_config
+    from dflash.plan.graph import build_plan
+    from dflash.plan.workflow import DEFAULT_CONFIG
+
+    run = build_plan(load_config(configfile or [DEFAULT_CONFIG])).runs[0]
+    train = run.nodes["train"]
+    rates = topology.read_rates(file) if file else topology.rates_of_run(train.directory, run.name)
+    batches = int(run.nodes["buckets"].params.params["batches_per_step"])
+    placed = train.placement.get("topology") or {}
+    count = gpus or rates.gpus or max(2, int(placed.get("targets", 1)) + int(placed.get("drafters", 1)))
+    found = topology.predict(rates, count, batches)
+    print((topology.as_json if as_json else topology.render)(rates, count, batches, found))
 
 
 @app.command()

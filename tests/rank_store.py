@@ -101,6 +101,7 @@ def run_topology(
     attempt: int = 1,
     changes: Mapping[int, Change] | None = None,
     timeout: float = 60.0,
+    accept_env: str = "",
     **placed: Any,
 ) -> Ran:
     """Trains with ranks of their own up to the last of `steps`. `changes`: by rank."""
@@ -113,8 +114,8 @@ def run_topology(
         if changes and rank in changes:
             changes[rank]()
         inputs = load_inputs(read_params(training.directory), training.store)
-        context = HostContext(attempt=attempt, progress=Progress("train"))
-        params = training.params(topology=topology, rank_timeout=20, **placed)
+        context = HostContext(attempt=attempt, placement={"accept_env": accept_env}, progress=Progress("train"))
+        params = training.params(**{"topology": topology, "rank_timeout": 20, **placed})
         run_rank(params, inputs, training.directory, context, threading.Event())
 
     return fork_ranks(targets + drafters, body, training.directory / "ranks", timeout)

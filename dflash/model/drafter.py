@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dflash.base.errors import ConfigError, PermanentError
+from dflash.model import draws
 from dflash.model.masks import block_mask, document_positions
 from dflash.model.taps import check_taps
 
@@ -263,11 +264,14 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def draw_weights(self, seed: int, std: float = 0.02) -> None:
-        """Draw every matrix from N(0, std), in the order of their names; norms are one."""
+        """Draw every matrix from N(0, std), in the order of their names; norms are one. The same numbers on every device."""
         generator = torch.Generator().manual_seed(seed)
-        for _, weight in sorted(self.named_parameters()):
+        by_counter = parameter_count(self.config) > draws.LARGE
+        for name, weight in sorted(self.named_parameters()):
             if weight.ndim == 1:
                 weight.fill_(1.0)
+            elif by_counter:
+                draws.draw_normal(weight, name, seed, std)
             else:
                 weight.copy_(torch.empty(weight.shape).normal_(0.0, std, generator=generator))
 

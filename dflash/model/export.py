@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
 from dflash.model.drafter import Drafter, DrafterConfig
@@ -90,13 +91,27 @@ def save_drafter(
     Raises:
         OSError: the disk refuses.
     """
+    weights = {name: weight.detach().to("cpu", dtype) for name, weight in drafter.state_dict().items()}
+    save_weights(weights, drafter.config, directory, metadata)
+
+
+def save_weights(
+    weights: Mapping[str, Tensor],
+    config: DrafterConfig,
+    directory: str | Path,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """`save_drafter` for the weights of a drafter by name, in the type they have.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
-    state = {name: weight.detach().to("cpu", dtype) for name, weight in drafter.state_dict().items()}
-    kind = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    save_tensors(state, root / "model.safetensors", metadata)
+    kind = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    save_tensors(weights, root / "model.safetensors", metadata)
     partial = root / "config.json.partial"
-    partial.write_text(json.dumps(published_config(drafter.config, kind), indent=2) + "\n")
+    partial.write_text(json.dumps(published_config(config, kind), indent=2) + "\n")
     partial.replace(root / "config.json")
 
 

@@ -6,19 +6,28 @@ and on a CPU the reference is put in their place.
 
 Binding is a property of the process: transformers binds at import, for all models of an architecture. Costs nothing to
 read.
+
+Several documents may share a row (packing) where both functions that run over whole sequences keep them apart. The fast delta
+rule does, told where documents end; the torch reference of the convolution does not, and some versions of transformers do not
+say so. Where the fast delta rule is bound and the fast convolution is not, a convolution is bound that goes document by
+document: the reference itself, over slices.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from dflash.base.errors import ConfigError, PermanentError
 
@@ -29,6 +38,8 @@ FUNCTIONS = {
     "causal_conv1d": "causal_conv1d_fn",
     "causal_conv1d_update": "causal_conv1d_update",
 }
+WHOLE_SEQUENCE = ("chunk_gated_delta_rule", "causal_conv1d")
+"""The functions that a forward without a cache calls."""
 DELTA_RULES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
 FAST_PACKAGES = ("fla", "causal_conv1d")
 FORMS = ("chunked", "recurrent")
@@ -44,12 +55,14 @@ class BoundKernels:
         functions: our name -> `module.function` that is bound; empty for a dense target.
         form: `chunked` (a parallel form over chunks) or `recurrent` (token by token) for whole sequences.
         attention: transformers' name of the attention backend.
+        packed: whether batches with padding are computed packed, document behind document.
     """
 
     linear: str
     functions: dict[str, str]
     form: str
     attention: str
+    packed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for environments and manifests."""
@@ -149,6 +162,109 @@ def force_reference(model: nn.Module, form: str = "chunked") -> None:
         setattr(source, chunk, _reference(originals[recurrent]))
 
 
+def bind_document_convolution(model: nn.Module) -> None:
+    """Where the fast delta rule is bound and the convolution is the torch reference, binds a convolution that keeps packed
+    documents apart. Without packing it is the reference. Does nothing for a dense model, or where everything is torch or fast.
+
+    Raises:
+        PermanentError: transformers keeps its functions under names unknown here.
+    """
+    source = _modelling_module(model)
+    if source is None:
+        return
+    rule, convolution = (_implementation(getattr(source, FUNCTIONS[name])) for name in WHOLE_SEQUENCE)
+    if kind(_qualified(rule)) == "fla" and kind(_qualified(convolution)) == "torch":
+        name = FUNCTIONS["causal_conv1d"]
+        setattr(source, name, _by_document(inspect.unwrap(getattr(source, name))))
+
+
+def _by_document(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def convolution(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        document_lengths: tuple[int, ...] | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """[b, channels, T] -> the same, causal inside each document."""
+        pieces = hidden_states.split(document_lengths, dim=-1) if document_lengths else (hidden_states,)
+        return torch.cat([plain(piece, weight, bias, activation=activation) for piece in pieces], dim=-1)
+
+    convolution.__qualname__ = "convolution_by_document"
+    convolution.__wrapped__ = plain  # type: ignore[attr-defined]
+    return convolution
+
+
+def attention_by_document(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    document_lengths: tuple[int, ...],
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document of a packed row, in the form that transformers calls: query [1, heads, T, d], key
+    and value [1, key heads, T, d] -> [1, T, heads, d]. Costs the sum of the squares of the lengths, and no mask."""
+    parts = zip(*(tensor.split(document_lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    mixed = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        for q, k, v in parts
+    ]
+    return torch.cat(mixed, dim=2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("by_document", attention_by_document)
+
+
+@contextmanager
+def attending_by_document(config: Any) -> Iterator[None]:
+    """While it is open, models with this config attend by document; every forward must say `document_lengths`."""
+    before = config._attn_implementation
+    config._attn_implementation = "by_document"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@torch.no_grad()
+def documents_stay_apart(model: nn.Module, bound: BoundKernels) -> bool:
+    """Whether packed documents really do not see each other in the model's linear layers, tried on one of them: a library that
+    drops the argument that says where documents end would mix them in silence. True for a dense model.
+
+    Costs two forwards of one layer over 192 tokens, at the sizes that will be run.
+    """
+    layer = next((module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")), None)
+    if layer is None:
+        return True
+    if leaking_functions(bound):
+        return False
+    weight = next(layer.parameters())
+    lengths = (128, 64)
+    config: Any = model.config
+    width = config.get_text_config().hidden_size
+    rows = torch.randn(1, sum(lengths), width, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(device=weight.device, dtype=weight.dtype)
+    together = layer(rows, **packing_arguments(lengths, weight.device))[:, lengths[0] :].double()
+    alone = layer(rows[:, lengths[0] :]).double()
+    return float((together - alone).norm()) <= 0.05 * float(alone.norm())
+
+
+def packing_arguments(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """What a forward of transformers must be told of the documents in its one row, for all functions that may be bound."""
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(list(lengths)))
+    return {
+        "cu_seq_lens_q": ends.to(device),
+        "seq_idx": documents[None].to(device=device, dtype=torch.int32),
+        "document_lengths": tuple(lengths),
+    }
+
+
 def require(bound: BoundKernels, asked: str) -> None:
     """Stop unless the kernels that are bound are the ones asked for. A dense target needs none, so any request is met.
 
@@ -169,15 +285,25 @@ def require(bound: BoundKernels, asked: str) -> None:
     raise PermanentError(f"kernels {asked} were asked for, but {bound.linear} is bound ({named})", remedy=remedy)
 
 
+def leaking_functions(bound: BoundKernels) -> list[str]:
+    """The bound functions that let packed documents run into each other."""
+    ours = f"{__name__}.convolution_by_document"
+    return [
+        name
+        for name, function in bound.functions.items()
+        if name in WHOLE_SEQUENCE and kind(function) == "torch" and function != ours
+    ]
+
+
 def refuse_packing(bound: BoundKernels) -> None:
     """Stop before several documents are packed into one row that the bound kernels cannot keep apart.
 
     Raises:
-        PermanentError: a delta rule or a convolution that is bound is the torch reference.
+        PermanentError: the delta rule or the convolution that is bound is the torch reference.
     """
-    leaking = [name for name, function in bound.functions.items() if kind(function) == "torch"]
+    leaking = leaking_functions(bound)
     if leaking:
         raise PermanentError(
             f"packed documents would run into each other: {', '.join(leaking)} run on the torch reference",
-            remedy="Pad the batch instead, or install flash-linear-attention and causal-conv1d.",
+            remedy="Pad the batch instead, or install flash-linear-attention.",
         )

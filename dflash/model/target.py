@@ -8,13 +8,16 @@ Features stop after the last tap: no later layer, no final norm and no logits ar
 64 that saves 3% of the layers and, at a vocabulary of 248320, 2 * H * V operations a token. They take b * S * K * H
 numbers: 51 kB a token at 5 taps of 5120 in bfloat16.
 
-Batches are padded on the right for features and (inside `generate`, with mask and positions) on the left for decoding,
-where every row must end at the same place. Padding never reaches a result: a batch gives what its rows give one by one.
+Batches come padded on the right for features and (inside `generate`, with mask and positions) on the left for decoding,
+where every row must end at the same place. Padding never reaches a result: a batch gives what its rows give one by one. On a
+GPU whose kernels keep documents apart (`kernels.py`) nothing is computed on padding: the rows of a batch go through the layers
+packed into one, each with positions from 0, and come back in their places. Which rows make a batch does not depend on it.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +44,18 @@ from transformers import (
 )
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
-from dflash.model.kernels import BoundKernels, bound_kernels, force_reference, require
+from dflash.model import draws
+from dflash.model.kernels import (
+    BoundKernels,
+    attending_by_document,
+    bind_document_convolution,
+    bound_kernels,
+    documents_stay_apart,
+    force_reference,
+    packing_arguments,
+    refuse_packing,
+    require,
+)
 from dflash.model.taps import check_taps
 
 MODEL_TYPES = ("qwen3", "qwen3_5", "qwen3_5_text")
@@ -102,8 +116,21 @@ class Target:
         self.device: torch.device = next(self.embed.parameters()).device
         if self.device.type == "cpu" or kernels == "torch":
             force_reference(model, form)
+        else:
+            bind_document_convolution(model)
         self.kernels: BoundKernels = bound_kernels(model)
         require(self.kernels, kernels)
+        self.kernels = dataclasses.replace(self.kernels, packed=self.device.type != "cpu" and self.can_pack())
+
+    def can_pack(self) -> bool:
+        """Whether documents that share a row stay apart, in attention and in linear layers."""
+        whole = set(self.facts.layer_types) <= {"full_attention", "linear_attention"}
+        backbone = self.model.model
+        # How they attend is said in the config: it must be one, or some layers would not be told.
+        told = all(
+            layer.self_attn.config is backbone.config for layer in backbone.layers if hasattr(layer, "self_attn")
+        )
+        return whole and told and documents_stay_apart(self.model, self.kernels)
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor | None, taps: Sequence[int]) -> Tensor:
@@ -125,10 +152,34 @@ class Target:
         check_taps(taps, self.facts.num_layers, where="taps")
         refuse_left_padding(input_ids, attention_mask, self.facts.pad_id)
         trunk = self._trunk(max(taps) + 1)
+        if attention_mask is not None and self.kernels.packed and not bool(attention_mask.all()):
+            return self._packed_features(trunk, input_ids, attention_mask.bool(), taps)
         with _layer_outputs(trunk.layers, taps) as outputs:
             trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         features = torch.cat([outputs[k] for k in taps], dim=-1)
         return features if attention_mask is None else features * attention_mask[..., None].to(features.dtype)
+
+    def _packed_features(self, trunk: Any, input_ids: Tensor, kept: Tensor, taps: Sequence[int]) -> Tensor:
+        """`features` of the tokens that are kept ([b, S], no holes) in one row without padding, put back in their places.
+
+        Raises:
+            PermanentError: the bound kernels would let documents run into each other.
+        """
+        refuse_packing(self.kernels)
+        lengths = kept.sum(dim=1).tolist()
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)[kept][None]
+        with attending_by_document(trunk.config), _layer_outputs(trunk.layers, taps) as outputs:
+            trunk(
+                input_ids=input_ids[kept][None],
+                position_ids=positions,
+                attention_mask=dict.fromkeys(self.facts.layer_types),  # no mask for any kind of layer
+                use_cache=False,
+                **packing_arguments(lengths, input_ids.device),
+            )
+        packed = torch.cat([outputs[k][0] for k in taps], dim=-1)
+        features = packed.new_zeros(*kept.shape, packed.shape[-1])
+        features[kept] = packed
+        return features
 
     def _trunk(self, count: int) -> Any:
         """The backbone cut after `count` layers, sharing every weight, without the final norm."""
@@ -336,9 +387,8 @@ def load_ends(source: str | Path | Mapping[str, Any], dtype: str = "float32", de
         ConfigError, CorruptError, PermanentError: as `load_target`.
     """
     if isinstance(source, Mapping):
-        target = random_target(source, dtype, "cpu")
-        target.model.model.layers = nn.ModuleList()
-        return Target(_place(target.model, dtype, device), target.tokenizer)
+        # Head and embedding are drawn before any layer, so a model without layers has the same.
+        return random_target({**source, "num_hidden_layers": 0}, dtype, device)
     path = Path(source)
     _model_type(path)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -375,7 +425,8 @@ def random_target(
     kernels: str = "auto",
     form: str = "chunked",
 ) -> Target:
-    """A target with random weights, the same on every machine, and the byte-level tokenizer.
+    """A target with random weights, the same on every machine, and the byte-level tokenizer. One whose vocabulary and width
+    make it large (`draws.LARGE`) is built and drawn on its device: 27 B weights in seconds, without passing through the host.
 
     Args:
         spec: `model_type` (`qwen3` or `qwen3_5_text`), `seed`, and any field of that type's transformers config;
@@ -394,9 +445,15 @@ def random_target(
         )
     tokenizer = byte_tokenizer()
     fields.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model = _empty_model(fields)
-    draw_weights(model, seed)
+    large = is_large(fields)
+    model = _empty_model(fields, dtype, device) if large else _empty_model(fields)
+    draw_weights(model, seed, by_counter=large)
     return Target(_place(model, dtype, device), tokenizer, kernels=kernels, form=form)
+
+
+def is_large(fields: Mapping[str, Any]) -> bool:
+    """Whether a random target of these fields is drawn by counter: by its embedding, which every cut of it has."""
+    return int(fields["vocab_size"]) * int(fields.get("hidden_size", 4096)) > draws.LARGE
 
 
 def target_from_state(
@@ -415,9 +472,9 @@ def target_from_state(
     return Target(_place(model, dtype, device), None)
 
 
-def _empty_model(fields: dict[str, Any]) -> Any:
-    """A model of the given config whose weights are transformers' own initial ones; the global generator is
-    restored."""
+def _empty_model(fields: dict[str, Any], dtype: str = "float32", device: str = "cpu") -> Any:
+    """A model of the given config, made on `device` in `dtype`, whose weights are transformers' own initial ones; the global
+    generators are restored."""
     classes = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
@@ -431,14 +488,22 @@ def _empty_model(fields: dict[str, Any]) -> Any:
     if unknown:
         raise ConfigError(f"{model_type} has no config fields {unknown}", where="target")
     config = config_class(**fields, attn_implementation="sdpa")
-    with torch.random.fork_rng(devices=[]):
-        model = model_class(config)
+    where = torch.device(device)
+    standard = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), where:
+        torch.set_default_dtype(_dtype(dtype))
+        try:
+            model = model_class(config)
+        finally:
+            torch.set_default_dtype(standard)
     return model
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, seed: int) -> None:
+def draw_weights(model: nn.Module, seed: int, *, by_counter: bool = False) -> None:
     """Draw the weights of a Qwen3 or Qwen3.5 model from `seed`, in the order of their names.
+
+    With `by_counter` matrices come from `draws.py`, else all comes from one sequence of torch's generator.
 
     Matrices are N(0, 1/fan_in) and the embedding N(0, 1), so that a tiny random target writes varied text; norms keep
     their neutral value. The decay of the delta rule is slow enough for its state to matter.
@@ -449,6 +514,9 @@ def draw_weights(model: nn.Module, seed: int) -> None:
             weight.copy_(torch.empty(weight.shape).uniform_(0.05, 1.0, generator=generator).log())
         elif weight.ndim > 1:
             std = 1.0 if "embed_tokens" in name else weight[0].numel() ** -0.5
+            if by_counter:
+                draws.draw_normal(weight, name, seed, std)
+                continue
             weight.copy_(torch.empty(weight.shape).normal_(0.0, std, generator=generator))
 
 

@@ -33,8 +33,8 @@ from dflash.base.errors import CorruptError, DflashError, PermanentError
 from dflash.base.files import fsync_directory, read_json, write_json
 from dflash.base.records import Artifact, CheckpointManifest, ParamsFile, TensorFact, now
 from dflash.base.store import checkpoint_directory, read_params, stage_directory
-from dflash.model.drafter import Drafter
-from dflash.model.export import save_drafter
+from dflash.model.drafter import DrafterConfig
+from dflash.model.export import save_weights
 from dflash.model.tensor_files import save_tensors
 from dflash.ship import artifact
 from dflash.train import schedule
@@ -89,11 +89,12 @@ def collect_params(directory: Path, store: Path, stage: str) -> dict[str, Params
 class Writer:
     """Writes the checkpoints of one training.
 
-    directory: the training's folder. params_files: `collect_params`. manifest: the fields of the manifest that do not
-    change between checkpoints. keep_states: how many resumable states stay.
+    directory: the training's folder. config: of the drafter. params_files: `collect_params`. manifest: the fields of the
+    manifest that do not change between checkpoints. keep_states: how many resumable states stay.
     """
 
     directory: Path
+    config: DrafterConfig
     params_files: Mapping[str, ParamsFile]
     manifest: Mapping[str, Any]
     keep_states: int
@@ -112,8 +113,8 @@ class Writer:
         }
         return {"dflash": canonical_json(explained).decode()}
 
-    def save(self, step: int, drafter: Drafter, state: State, lineage: Any) -> CheckpointManifest:
-        """Writes the checkpoint of a step and takes older states away.
+    def save(self, step: int, weights: Mapping[str, Tensor], state: State, lineage: Any) -> CheckpointManifest:
+        """Writes the checkpoint of a step and takes older states away. Runs beside training, so the tensors must be copies.
 
         A checkpoint of this step that is whole already is left as it is: others may have read it.
 
@@ -127,7 +128,7 @@ class Writer:
             return standing
         temporary = self.directory / f".step_{step}.{os.getpid()}.tmp"
         try:
-            manifest = self._write(temporary, step, drafter, state, lineage)
+            manifest = self._write(temporary, step, weights, state, lineage)
             if final.exists():
                 self._set_aside(final)
             temporary.rename(final)
@@ -144,10 +145,12 @@ class Writer:
         prune_states(self.directory, self.keep_states)
         return manifest
 
-    def _write(self, root: Path, step: int, drafter: Drafter, state: State, lineage: Any) -> CheckpointManifest:
+    def _write(
+        self, root: Path, step: int, weights: Mapping[str, Tensor], state: State, lineage: Any
+    ) -> CheckpointManifest:
         shutil.rmtree(root, ignore_errors=True)
         (root / "state").mkdir(parents=True)
-        save_drafter(drafter, root / "drafter", self.metadata(step))
+        save_weights(weights, self.config, root / "drafter", self.metadata(step))
         write_state(root / "state", state, self.key)
         manifest = CheckpointManifest(
             key=self.key,
@@ -156,7 +159,7 @@ class Writer:
             config={name: params.params for name, params in self.params_files.items()},
             params_files={name: params.model_dump(mode="json") for name, params in self.params_files.items()},
             lineage=lineage,
-            tensors=tensor_facts(drafter.state_dict()),
+            tensors=tensor_facts(weights),
             drafter=artifact.describe(root / "drafter"),
             state=artifact.describe(root / "state"),
             **self.manifest,

@@ -1,8 +1,8 @@
 """The processes of one attempt, as their launcher sees them: started together, ended together, and the one to blame named.
 
-A child that ends badly ends the whole job: whoever has not ended a second later is killed. What the children print goes to
-the launcher's own output line by line, with the rank in front, and the last line of each is remembered. No torch; a thread
-a rank and a look ten times a second.
+A child that ends badly ends the whole job: whoever has not ended a second later is killed. So does one that neither ends nor
+goes on (`pulse.py`). What the children print goes to the launcher's own output line by line, with the rank in front, and the
+last line of each is remembered. No torch; a thread a rank and a look ten times a second.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from dflash.train.attempts import EXIT_BY_KIND
+from dflash.train.pulse import VARIABLE, Watch
 from dflash.train.roles import Roles
 
 POLL = 0.1
@@ -48,7 +49,8 @@ class Children:
 
     Args:
         argv: the command of every rank. environment: theirs; rank, world size and meeting point are added.
-        descriptors: passed on, so that the leases are held until the last rank is gone. host: for messages.
+        descriptors: passed on, so that the leases are held until the last rank is gone. host: for messages. timeout: seconds
+        without progress after which a rank ends the job.
     """
 
     def __init__(
@@ -58,11 +60,14 @@ class Children:
         environment: Mapping[str, str],
         descriptors: Sequence[int],
         host: str,
+        timeout: float,
     ) -> None:
         self.roles = roles
         self.host = host
         self.last_lines = [""] * roles.world_size
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(roles.world_size)}
+        self.watch = Watch(roles.world_size, timeout)
+        meeting[VARIABLE] = str(self.watch.descriptor)
         if sys.platform == "linux":
             meeting["GLOO_SOCKET_IFNAME"] = "lo"
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -73,7 +78,7 @@ class Children:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=tuple(descriptors),
+                pass_fds=(*descriptors, self.watch.descriptor),
                 env={**environment, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             self.processes.append(process)
@@ -93,17 +98,28 @@ class Children:
                 process.terminate()
 
     def wait(self) -> Ended:
-        """Waits for all ranks; kills the rest when one has failed."""
+        """Waits for all ranks; kills the rest when one has failed, and all when one is stuck."""
+        stuck: tuple[int, str] | None = None
         while any(process.poll() is None for process in self.processes):
             if any(process.poll() for process in self.processes):
                 self._end_the_rest()
                 break
+            stuck = self.watch.stuck([rank for rank, process in enumerate(self.processes) if process.poll() is None])
+            if stuck is not None:
+                break
             time.sleep(POLL)
         ended = [process.poll() for process in self.processes]
         self._kill()
+        self.watch.close()
         for reader in self._readers:
             reader.join(timeout=GRACE)
+        if stuck is not None and ended[stuck[0]] is None:
+            return Ended(EXIT_BY_KIND["transient"], self._sentence(*stuck))
         return self._judge(ended)
+
+    def _sentence(self, rank: int, how: str) -> str:
+        said = f"; it last said: {self.last_lines[rank]}" if self.last_lines[rank] else ""
+        return f"{self.roles.name(rank)} on {self.host} {how}{said}"
 
     def _end_the_rest(self) -> None:
         deadline = time.monotonic() + GRACE
@@ -127,8 +143,7 @@ class Children:
             if failed[rank] < 0
             else f"ended with exit status {failed[rank]}"
         )
-        said = f"; it last said: {self.last_lines[rank]}" if self.last_lines[rank] else ""
-        return Ended(failed[rank], f"{self.roles.name(rank)} on {self.host} {how}{said}")
+        return Ended(failed[rank], self._sentence(rank, how))
 
     def _read(self, rank: int, stream: IO[bytes] | None) -> None:
         """Copies what a rank prints, with its name in front."""

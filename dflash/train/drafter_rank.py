@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash.base.files import locked
+from dflash.base.environment import collect
 from dflash.base.records import MetricsLine
 from dflash.base.stage import HostContext, Inputs
-from dflash.data.batches import Batch, load_train_samples
+from dflash.data.batches import Batch, Samples, load_train_samples
 from dflash.model.target import check_features
-from dflash.train import checkpoint, schedule
+from dflash.train import checkpoint, preflight, probe, rank_probe, trackers
 from dflash.train.agreement import (
     agree,
     common_facts,
@@ -36,9 +36,12 @@ from dflash.train.agreement import (
     unpack_tensors,
     weights_digest,
 )
+from dflash.train.forward import parts
 from dflash.train.peers import Peers
 from dflash.train.prepare import check_tokens, load_target_ends
-from dflash.train.stream import Label, Receiver, largest_batch, token_digest, token_limit, warm_up
+from dflash.train.pulse import PULSE
+from dflash.train.rank_probe import RanksSubject
+from dflash.train.stream import Label, Receiver, batch_tokens, largest_batch, token_limit, warm_up
 from dflash.train.train_params import TrainParams
 from dflash.train.trainer import DTYPES, Learner, StepSums, Trainer, batch_plan, prepare_folder
 
@@ -48,24 +51,31 @@ class StreamLearner(Learner):
 
     receiver: Receiver
     tag: str
-    waited = 0.0
+    whole: Tensor
+    row = 0
 
-    def features(self, input_ids: Tensor, attention_mask: Tensor, batch: Batch) -> Tensor:
-        """The features of a batch, once they have come and are what this rank's own tokens say they must be."""
-        shape = (*input_ids.shape, self.config.feature_size)
+    def take(self, batch: Batch, samples: Samples) -> None:
+        """Waits for the features of a batch, which must be what this rank's own tokens say; `add` then learns from them."""
+        shape = (len(batch.lengths), int(batch.lengths.max()), self.config.feature_size)
         expected = Label(
             batch.batch_id,
-            token_digest(input_ids, attention_mask),
+            batch_tokens(batch, samples, self.target.facts.pad_id),
             tuple(self.config.target_layer_ids),
             self.tag,
-            tuple(shape),
+            shape,
             self.params.dtype,
         )
-        features = self.receiver.take(batch, expected)
+        self.whole, self.row = self.receiver.take(batch, expected), 0
         lengths = [int(length) for length in batch.lengths]
         taps = len(self.config.target_layer_ids)
-        check_features(features, lengths, batch.batch_id, taps=taps, width=self.config.feature_size)
-        return features
+        check_features(self.whole, lengths, batch.batch_id, taps=taps, width=self.config.feature_size)
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor, batch: Batch) -> Tensor:
+        """The features of the next samples of the batch that was taken, all of them unless it is cut."""
+        rows, length = input_ids.shape
+        found = self.whole[self.row : self.row + rows, :length].contiguous()
+        self.row += rows
+        return found
 
     def whole_gradients(self) -> list[Tensor]:
         """The gradients of all masters in the order of their names, contiguous; zeros where no batch gave any."""
@@ -91,12 +101,17 @@ class DrafterRank(Trainer):
     ) -> None:
         super().__init__(params, inputs, workdir, context, ending)
         self.peers = peers
+        self.writes = peers.leads
         self.last = 0
         self.ranks_generators: dict[str, Tensor] = {}
         self.balance = Balance()
 
     def begin(self) -> None:
         """As `Trainer.begin`, on what the ranks agree on and from where the lead resumes."""
+        if self.peers.leads:
+            trackers.check_installed(self.params.tracker)
+            prepare_folder(self.params, self.directory)
+            self._check_disk()
         self.samples = load_train_samples(self.dataset.directory)
         if self.peers.leads:
             check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)
@@ -109,10 +124,11 @@ class DrafterRank(Trainer):
         self.learner.forward.fix_shapes(self.plan)
         common = common_facts(self.params, self.directory, self.plan.batch(0))
         self.learner.tag, self.kernels = agree(self.peers, common, None, self.params.dtype)
+        self._probe_ranks()  # while the drafters have the weights that the seed drew
         if self.peers.leads:
-            prepare_folder(self.params, self.directory)
             self._resume()
         self._take_over()
+        self._check_memory(limit)
         if self.peers.leads:
             self._open()
         warm_up(self.peers, per_step)
@@ -126,6 +142,21 @@ class DrafterRank(Trainer):
             dtype=DTYPES[self.params.dtype],
             limit=limit,
         )
+
+    def _probe_ranks(self) -> None:
+        arguments = self.params, self.learner.target, self.learner.drafter, self.context.device
+        if self.peers.leads:
+            subject = RanksSubject(*arguments, self.peers)
+            self.accepted = rank_probe.attend(self.directory, subject, collect(self.kernels), **self._probing())
+        else:
+            rank_probe.answer_lead(self.peers, None)
+        rank_probe.compare_drafters(self.peers, probe.Subject(*arguments), self.directory)
+
+    def _check_memory(self, limit: int) -> None:
+        drafters = self.peers.roles.drafters
+        need = preflight.drafter_need(self.params, self.config, self.plan, limit, drafters, has_moments=self.step > 0)
+        copies = sum(preflight.checkpoint_bytes(self.params, self.config)) if self.peers.leads else 0
+        preflight.refuse_ranks(self.peers, need, self.context.device, copies)
 
     def _take_over(self) -> None:
         """Brings every rank to the step, weights, moments and generators that the lead has."""
@@ -159,6 +190,13 @@ class DrafterRank(Trainer):
             "world_size": roles.world_size,
         }
 
+    def train_and_tell(self) -> None:
+        """As `Trainer.train_and_tell`: the lead tells the tracker."""
+        if self.peers.leads:
+            super().train_and_tell()
+        else:
+            self.train()
+
     def train(self) -> None:
         """As `Trainer.train`; then ends the stream, and the lead says which side had to wait."""
         self.balance.begin()
@@ -178,11 +216,15 @@ class DrafterRank(Trainer):
         return bool(word["more"])
 
     def _learn(self, batches: Sequence[Batch]) -> StepSums:
+        PULSE.works("learning", self.step + 1)
         sums = StepSums()
         waited, waiting = self.receiver.stalled_seconds, self.receiver.waiting
         computing = credit = 0.0
         for place in self.places:
-            self.learner.add(batches[place], self.samples, sums)
+            self.learner.take(batches[place], self.samples)
+            with preflight.memory_explained(f"step {self.step + 1}"):
+                for part in parts([batches[place]], self.params.micro_batch):
+                    self.learner.add(part, self.samples, sums)
             note = self.receiver.notes[self.peers.roles.target_of(place)]
             computing += note["seconds"]
             credit += note["credit_seconds"]
@@ -249,13 +291,15 @@ class DrafterRank(Trainer):
 
     def _after_step(self) -> None:
         due = self.peers.from_lead(self._due() if self.peers.leads else None, drafters_only=True)
-        if not due:
+        if due:
+            self._compare()
+        if not self.peers.leads:
             return
-        self._compare()
-        if self.peers.leads:
+        if due:
             self._save()
-            with locked(schedule.schedule_lock(self.directory)):
-                self._tell_status()
+        elif self.step == self.first_step + 1:
+            self._prepare_copy()
+        self._collect(wait=False)
 
     def _compare(self) -> None:
         """Refuses to save when two drafters have drifted apart; collects every rank's generators for the state.

@@ -37,7 +37,7 @@ from dflash.train import schedule
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numbers, attempt_path
 from dflash.train.children import Children, Ended
 from dflash.train.roles import Roles, rank_device
-from dflash.train.train_params import Topology
+from dflash.train.train_params import Topology, TrainParams
 
 POLL = 0.2
 """Seconds between two looks of a waiter."""
@@ -411,7 +411,7 @@ def _raise_gone(directory: Path, step: int) -> None:
 
 def _refuse_unsaved(directory: Path, step: int, holder: LeaseRecord) -> None:
     status = schedule.read_status(directory)
-    if status is None or not status.belongs_to(holder):
+    if status is None or not status.belongs_to(holder) or step in status.writing or schedule.exists(directory, step):
         return
     if status.alert:
         raise PermanentError(f"step {step} was not saved: {status.alert}", where=str(directory))
@@ -564,7 +564,8 @@ class _Launcher:
             attempt.trainer_pid = child.pid
             return child
         roles = Roles(self.topology.targets, self.topology.drafters)
-        children = Children(argv, roles, environment, held.descriptors, self.placement.host)
+        timeout = float(self.placement.values.get("rank_timeout", TrainParams.model_fields["rank_timeout"].default))
+        children = Children(argv, roles, environment, held.descriptors, self.placement.host, timeout)
         attempt.trainer_pid, attempt.rank_pids = children.pids[roles.lead], children.pids
         return children
 

@@ -65,16 +65,20 @@ class Optimizer:
                 group["lr"] = rate
             optimizer.step()
 
-    def state(self) -> dict[str, Tensor]:
-        """The moments by `<parameter>.<field>`, on the CPU; empty before the first update."""
+    def moments(self) -> dict[str, Tensor]:
+        """The moments by `<parameter>.<field>`, as they are used and will change; empty before the first update."""
         found = {}
         for optimizer, weights, fields in self._parts:
             for name, weight in weights.items():
                 for field in fields:
                     value = optimizer.state.get(weight, {}).get(field)
                     if value is not None:
-                        found[f"{name}.{field}"] = value.detach().cpu().clone()
+                        found[f"{name}.{field}"] = value.detach()
         return found
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of the moments on the CPU."""
+        return {name: value.cpu().clone() for name, value in self.moments().items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes over what `state` returned.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash.base.errors import TransientError
+from dflash.train.pulse import PULSE
 from dflash.train.roles import Roles
 
 PIECE = 16 << 20
@@ -30,13 +31,14 @@ class LostPeer(TransientError):
 
 @contextlib.contextmanager
 def lost_peer(doing: str) -> Iterator[None]:
-    """Says what this rank was doing when it lost another one.
+    """Says what this rank was doing when it lost another one, and to the launcher that it waits for one.
 
     Raises:
         LostPeer: instead of the errors of torch.distributed.
     """
     try:
-        yield
+        with PULSE.waits(doing):
+            yield
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, dist.DistError) as error:
@@ -121,6 +123,12 @@ class Peers:
                     total += part
                 for piece, summed in zip(pieces, total.split([len(piece) for piece in pieces]), strict=True):
                     piece.copy_(summed)
+            self._settle(tensors)
+
+    def _settle(self, tensors: Sequence[Tensor]) -> None:
+        """Waits for the GPU here, where it is said whom one waits for; what comes next would wait in any case."""
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            torch.cuda.current_stream(self.device).synchronize()
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites the tensors of the other drafters by the lead's."""
@@ -129,6 +137,32 @@ class Peers:
         with lost_peer("spreading weights"):
             for tensor in tensors:
                 dist.broadcast(tensor, self.roles.lead, group=self.drafters)
+
+    def hand_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The lead's tensors, on the CPU of every drafter; what others pass is not looked at."""
+        if self.drafters is None:
+            return dict(tensors)
+        shapes = {name: [list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in tensors.items()}
+        shapes = self.from_lead(shapes, drafters_only=True)
+        found = dict(tensors) if self.leads else {}
+        with lost_peer("handing out tensors"):
+            for name, (shape, kind) in shapes.items():
+                if not self.leads:
+                    found[name] = torch.empty(shape, dtype=getattr(torch, kind))
+                dist.broadcast(_as_bytes(found[name]), self.roles.lead, group=self.drafters)
+        return found
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Sends a tensor of the CPU; `receive` there must know its shape and type."""
+        with lost_peer(f"sending to {self.roles.name(rank)}"):
+            dist.send(_as_bytes(tensor.contiguous()), rank)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
+        """A tensor that `send` sends."""
+        found = torch.empty(tuple(shape), dtype=dtype)
+        with lost_peer(f"waiting for {self.roles.name(rank)}"):
+            dist.recv(_as_bytes(found), rank)
+        return found
 
     def leave(self) -> None:
         """Waits for all ranks, so that none takes the meeting point away from the others, and closes the group."""
@@ -151,6 +185,11 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
                 group, held = [], 0
     if group:
         yield group
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor of the CPU: gloo then needs to know no type."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _encode(value: Any) -> Tensor:

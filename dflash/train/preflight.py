@@ -15,6 +15,9 @@ q = anchors of a chunk (n when there is one chunk) and T = q * B:
     attention    kept layers * b * h * d * 4 * (S + T) * c + b * T * (S + T) * (2 + c)       heads repeated; the masks
     objective    4 * b * n * B * H * c + logit_chunk * V * (c + 12)
 
+A rank that only computes features needs `target`, and features for what it sends; one that only learns needs the rest, features
+for `features_in_flight`, and (M + 1) * 16 M * m to add up the gradients of M > 1 drafters.
+
 It is an estimate of what is allocated from the last start on, meant to err upwards. Costs a few file reads; no forward.
 """
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +37,8 @@ from dflash.data.batches import BatchPlan
 from dflash.model.drafter import DrafterConfig, parameter_count
 from dflash.model.target import Target
 from dflash.train.forward import Shape, bucket_shapes
+from dflash.train.peers import PIECE, Peers
+from dflash.train.stream import UNSENT
 from dflash.train.train_params import TrainParams
 
 ITEM = {"float32": 4, "float64": 8, "bfloat16": 2}
@@ -63,8 +69,8 @@ class Need:
 
     def remedy(self) -> str:
         """Which knob lowers the largest part that a knob lowers."""
-        name = max(KNOBS, key=lambda part: self.parts[part])
-        fixed = self.parts["gradients"] + self.parts["moments"]
+        name = max(KNOBS, key=lambda part: self.parts.get(part, 0))
+        fixed = self.parts.get("gradients", 0) + self.parts.get("moments", 0)
         return NO_KNOB if fixed > 0.9 * self.total else f"Most of it is {name}: lower {KNOBS[name]}."
 
     def told(self) -> str:
@@ -115,13 +121,98 @@ def largest_need(
     params: TrainParams, config: DrafterConfig, plan: BatchPlan, target: Target, *, has_moments: bool = False
 ) -> Need:
     """The need of the bucket that needs most."""
-    found = target.model.config.get_text_config()
-    width = int(getattr(found, "intermediate_size", 4 * target.facts.hidden_size))
-    if target.facts.hybrid and target.kernels.linear != "fla":
-        width *= 2
+    width = target_width(target)
     shapes = bucket_shapes(plan, params).values()
     needs = [batch_need(params, config, shape, target_width=width, has_moments=has_moments) for shape in shapes]
     return max(needs, key=lambda need: need.total)
+
+
+def target_width(target: Target) -> int:
+    """Width of a target's MLP, twice that if its linear layers run on the torch reference."""
+    found = target.model.config.get_text_config()
+    width = int(getattr(found, "intermediate_size", 4 * target.facts.hidden_size))
+    return 2 * width if target.facts.hybrid and target.kernels.linear != "fla" else width
+
+
+def target_need(params: TrainParams, config: DrafterConfig, plan: BatchPlan, target: Target) -> Need:
+    """The need of a rank that computes features: taps, joined; a batch ahead of its credit and `UNSENT` on their way."""
+    width, sizes = target_width(target), bucket_sizes(plan)
+    needs = []
+    for bucket, shape in bucket_shapes(plan, params).items():
+        whole = batch_need(params, config, shape, target_width=width).parts
+        one = sizes[bucket] * shape.length * config.feature_size * ITEM[params.dtype]
+        needs.append(
+            Need(shape, {"features": whole["features"] * 2 // 3 + (1 + UNSENT) * one, "target": whole["target"]})
+        )
+    return max(needs, key=lambda need: need.total)
+
+
+def drafter_need(
+    params: TrainParams, config: DrafterConfig, plan: BatchPlan, limit: int, drafters: int, *, has_moments: bool
+) -> Need:
+    """The need of a rank that learns, and has `limit` tokens of features and the buffers of `drafters` gradients."""
+    master = max(4, ITEM[params.dtype])
+    held = limit * config.feature_size * ITEM[params.dtype]
+    pieces = (drafters + 1) * PIECE * master if drafters > 1 else 0
+    needs = []
+    for shape in bucket_shapes(plan, params).values():
+        parts = dict(batch_need(params, config, shape, target_width=0, has_moments=has_moments).parts)
+        parts["features"] += held
+        needs.append(Need(shape, {**parts, "target": 0, "gathered": pieces}))
+    return max(needs, key=lambda need: need.total)
+
+
+def bucket_sizes(plan: BatchPlan) -> dict[int, int]:
+    """Samples of a whole batch of each bucket."""
+    return {
+        bucket: min(int(size), int(count))
+        for bucket, (size, count) in enumerate(zip(plan.batch_sizes, plan.samples, strict=True))
+    }
+
+
+def refuse_ranks(peers: Peers, need: Need, device: str, checkpoint: int = 0) -> None:
+    """Compares what every rank needs with what its GPU, or all ranks of a host without one, have free. All ranks call it.
+
+    Args:
+        checkpoint: bytes that this rank copies to host memory at a checkpoint.
+
+    Raises:
+        PermanentError: on every rank, when one does not fit; names rank, host, both numbers and the knob.
+    """
+    on_gpu = device.startswith("cuda")
+    own = {
+        "host": socket.gethostname(),
+        "device": device,
+        "need": need.total,
+        "host_need": checkpoint + (0 if on_gpu else need.total),
+        "free": gpu_memory_free(device) if on_gpu else 0,
+        "host_free": host_memory_free(),
+        "told": need.told(),
+        "remedy": need.remedy(),
+    }
+    found = peers.gather(own)
+    for rank, claim in enumerate(found):
+        name = f"{peers.roles.name(rank)} on {claim['host']}"
+        if claim["device"].startswith("cuda") and claim["need"] > claim["free"]:
+            raise PermanentError(
+                f"the longest batch ({claim['told']}) needs about {gigabytes(claim['need'])} of GPU memory, "
+                f"{gigabytes(claim['free'])} are free",
+                where=f"{name}, {claim['device']}",
+                remedy=claim["remedy"],
+            )
+    for host in sorted({claim["host"] for claim in found}):
+        here = [(rank, claim) for rank, claim in enumerate(found) if claim["host"] == host]
+        wanted = sum(claim["host_need"] for _, claim in here)
+        free = min(claim["host_free"] for _, claim in here)
+        rank, largest = max(here, key=lambda one: one[1]["host_need"])
+        if wanted > free:
+            raise PermanentError(
+                f"the {len(here)} ranks on {host} need about {gigabytes(wanted)} of host memory for the longest batch and the copy "
+                f"of a checkpoint, {gigabytes(free)} are free; most of it, {gigabytes(largest['host_need'])}, is for "
+                f"{peers.roles.name(rank)} ({largest['told']})",
+                where=largest["device"],
+                remedy=largest["remedy"],
+            )
 
 
 def checkpoint_bytes(params: TrainParams, config: DrafterConfig) -> tuple[int, int]:
@@ -175,15 +266,15 @@ def check_memory(
     """
     need = largest_need(params, config, plan, target, has_moments=has_moments)
     on_gpu = device.startswith("cuda")
-    free = gpu_memory_free(device) if on_gpu else host_memory_free()
+    copies = sum(checkpoint_bytes(params, config))
+    free = gpu_memory_free(device) if on_gpu else host_memory_free() - copies  # which the copy of a checkpoint takes
     if need.total > free:
         raise PermanentError(
             f"the longest batch ({need.told()}) needs about {gigabytes(need.total)} of {'GPU' if on_gpu else 'host'} memory, "
-            f"{gigabytes(free)} are free",
+            f"{gigabytes(max(0, free))} are free",
             where=device,
             remedy=need.remedy(),
         )
-    copies = sum(checkpoint_bytes(params, config))
     if on_gpu and copies > host_memory_free():
         raise PermanentError(
             f"a checkpoint is copied to host memory and needs {gigabytes(copies)} of it, "

@@ -62,6 +62,10 @@ class Subject:
     def taps(self) -> list[int]:
         return list(self.drafter.config.target_layer_ids)
 
+    def features(self, tokens: Sequence[Sequence[int]], taps: Sequence[int]) -> dict[str, Tensor]:
+        """The target's taps of each sequence, `features.<i>` on the CPU."""
+        return probe_features(self.target, tokens, taps)
+
     def drafter_part(self, tokens: Sequence[Sequence[int]], features: Sequence[Tensor]) -> dict[str, Tensor]:
         """What the drafter makes of features: `logits.<i>` [anchors, block size - 1, tokens], `loss`, `gradient_norm`."""
         return drafter_part(
@@ -71,7 +75,7 @@ class Subject:
     def probe(self, environment: Environment, accepted: list[dict[str, Any]]) -> Probe:
         """A new probe."""
         tokens = sequences(self.target, self.params.target)
-        features = probe_features(self.target, tokens, self.taps)
+        features = self.features(tokens, self.taps)
         drafted = self.drafter_part(tokens, list(features.values()))
         facts = {
             "taps": self.taps,
@@ -186,5 +190,5 @@ def attend(
 def _again(subject: Subject, recorded: Probe) -> dict[str, Tensor]:
     """The recorded probe computed anew, the drafter's part from the recorded features."""
     tokens = recorded.tokens()
-    features = probe_features(subject.target, tokens, recorded.facts["taps"])
+    features = subject.features(tokens, recorded.facts["taps"])
     return {**features, **subject.drafter_part(tokens, recorded.features())}

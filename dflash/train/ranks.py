@@ -30,6 +30,7 @@ from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numb
 from dflash.train.child import end_with_parent, handed_over, leave_failure, resolved_params
 from dflash.train.drafter_rank import DrafterRank
 from dflash.train.peers import Peers
+from dflash.train.pulse import PULSE
 from dflash.train.roles import Place, Roles, rank_device
 from dflash.train.target_rank import TargetRank
 from dflash.train.train_params import TrainParams
@@ -58,14 +59,16 @@ def run_rank(
     roles.refuse_idle(batching.batches_per_step)
     context = replace(context, device=rank_device(context.device, place.local_rank))
     prepare_process(params, context)
-    peers = Peers(roles, place.rank, context.device, params.rank_timeout)
+    # A launcher that watches names the rank that is stuck; the library gives up later, and when nobody watches.
+    PULSE.begin(place.rank)
+    peers = Peers(roles, place.rank, context.device, params.rank_timeout * (2 if PULSE.watched else 1))
     kind = TargetRank if roles.role(place.rank) == "target" else DrafterRank
     rank: TargetRank | DrafterRank = kind(params, inputs, workdir, context, ending, peers)
     try:
         rank.begin()
         peers.gather("ready")  # so that nobody counts another's start as waiting
         context.progress.say(f"{roles.name(place.rank)} begins after step {rank.step}, on {context.device}")
-        rank.train()
+        rank.train_and_tell()
     except DflashError as error:
         where = f"{roles.name(place.rank)} on {context.host}, step {rank.step + 1}"
         error.where = f"{where}: {error.where}" if error.where else where

@@ -164,7 +164,9 @@ def _rehearse(
     peak, headroom = meter.read()
     started = time.perf_counter()
     trainer.step = first = trainer.first_step + 1
+    trainer.writing.append(first)
     trainer._save()
+    trainer._collect(wait=True)
     checkpoint.verified_manifest(directory, first, document.key)
     checkpoint.load_state(directory, first, document.key)
     checkpoint_seconds = time.perf_counter() - started

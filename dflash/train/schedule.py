@@ -50,7 +50,8 @@ class Status(Record):
     """`status.json`: the last completed step of an attempt, in at most 1 kB. It counts only while the lease it names is held.
 
     alert: what a person should know (a checkpoint skipped because the disk is full); empty when nothing.
-    ending: the trainer has looked at the schedule for the last time and will let go of the lease.
+    ending: the trainer has looked at the schedule for the last time and will let go of the lease. writing: steps that are
+    passed and being saved: whether they will exist is not known yet.
     """
 
     attempt: int
@@ -59,6 +60,7 @@ class Status(Record):
     lease_start: str
     alert: str = Field("", max_length=300)
     ending: bool = False
+    writing: list[int] = Field(default_factory=list)
 
     def belongs_to(self, holder: LeaseRecord) -> bool:
         """Whether the holder of the lease is the one this status speaks of."""
@@ -122,9 +124,10 @@ def refuse_passed(directory: Path, steps: Iterable[int]) -> None:
     Raises:
         PermanentError: names the steps, how far training is, and the steps that exist.
     """
+    # In this order: a trainer makes the checkpoint before its status says that it is no longer being written.
+    reached, writing = passed(directory), being_written(directory)
     existing = existing_steps(directory)
-    reached = passed(directory)
-    gone = sorted(step for step in set(steps) - set(existing) if step <= reached)
+    gone = sorted(step for step in set(steps) - set(existing) - writing if step <= reached)
     if gone:
         raise PermanentError(
             f"training has passed step {', '.join(map(str, gone))} without saving it and is at step {reached}; "
@@ -166,11 +169,21 @@ def passed(directory: Path) -> int:
     While a trainer runs this is its last completed step. When none does it is the newest resumable checkpoint: steps
     after that are trained again.
     """
+    status = _live_status(directory)
+    return max(resumable_steps(directory), default=0) if status is None else status.step
+
+
+def being_written(directory: Path) -> set[int]:
+    """Steps that a living trainer has passed and is saving."""
+    status = _live_status(directory)
+    return set() if status is None else set(status.writing)
+
+
+def _live_status(directory: Path) -> Status | None:
+    """The status if the trainer it speaks of still holds the lease."""
     status = read_status(directory)
     holder = lease.holder(lease_path(directory))
-    if holder is not None and status is not None and status.belongs_to(holder):
-        return status.step
-    return max(resumable_steps(directory), default=0)
+    return status if holder is not None and status is not None and status.belongs_to(holder) else None
 
 
 def read_status(directory: Path) -> Status | None:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash.base.errors import ConfigError, PermanentError
-from dflash.data.batches import Batch
+from dflash.data.batches import Batch, Samples, collate
 from dflash.train.peers import Peers, lost_peer
 from dflash.train.roles import Roles
 
@@ -82,6 +82,12 @@ def token_digest(input_ids: Tensor, attention_mask: Tensor) -> str:
     found.update(input_ids.to(device="cpu", dtype=torch.int64).numpy().tobytes())
     found.update(attention_mask.to(device="cpu", dtype=torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def batch_tokens(batch: Batch, samples: Samples, pad_id: int) -> str:
+    """`token_digest` of a whole batch, however it will be cut."""
+    collated = collate(batch, samples, pad_id)
+    return token_digest(torch.from_numpy(collated["input_ids"]), torch.from_numpy(collated["attention_mask"]))
 
 
 class Plan(Protocol):

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dflash.base.stage import HostContext, Inputs, Outputs
 from dflash.data.batches import Batch, collate, load_train_samples
 from dflash.model.target import Target
-from dflash.train import checkpoint
+from dflash.train import checkpoint, preflight
 from dflash.train.agreement import agree, common_facts, own_generators, pack_tensors
+from dflash.train.forward import parts
 from dflash.train.peers import Peers
 from dflash.train.prepare import drafter_config, load_checked_target
-from dflash.train.stream import Label, Sender, own_batches, token_digest, warm_up
+from dflash.train.pulse import PULSE
+from dflash.train.rank_probe import answer_lead
+from dflash.train.stream import Label, Sender, batch_tokens, own_batches, warm_up
 from dflash.train.train_params import TrainParams
 from dflash.train.trainer import batch_plan
 
@@ -55,12 +60,15 @@ class TargetRank:
         kernels = self.target.kernels.to_dict()
         common = common_facts(self.params, self.directory, self.plan.batch(0))
         self.tag, self.kernels = agree(self.peers, common, kernels, self.params.dtype)
+        answer_lead(self.peers, self.target)
         start = self.peers.from_lead(None)
         self.step = start["step"]
         checkpoint.restore_generators(own_generators(start["generators"], self.peers.rank))
+        need = preflight.target_need(self.params, drafter_config(self.params), self.plan, self.target)
+        preflight.refuse_ranks(self.peers, need, self.context.device)
         warm_up(self.peers, self.plan.params.batches_per_step)
 
-    def train(self) -> None:
+    def train_and_tell(self) -> None:
         """Sends features until no drafter wants more.
 
         Raises:
@@ -73,6 +81,7 @@ class TargetRank:
             if sender.finished:
                 break
             self.step = step
+            PULSE.works("computing features", step + 1)
             drafter = self.peers.roles.drafter_of(place)
             if drafter in sender.ended:
                 continue
@@ -94,16 +103,28 @@ class TargetRank:
     def _features(self, batch: Batch) -> tuple[Tensor, str, float]:
         """Features of a batch, the digest of its tokens, and the seconds they took."""
         started = time.perf_counter()
+        found = [self._part(part) for part in parts([batch], self.params.micro_batch)]
+        features = found[0] if len(found) == 1 else _stacked(found)
+        tokens = batch_tokens(batch, self.samples, self.target.facts.pad_id)
+        if features.is_cuda:
+            torch.cuda.synchronize(features.device)
+        return features, tokens, time.perf_counter() - started
+
+    def _part(self, batch: Batch) -> Tensor:
+        """Features of the samples of a part, [b, S, K*H]."""
         collated = collate(batch, self.samples, self.target.facts.pad_id)
         device = torch.device(self.context.device)
         input_ids = torch.from_numpy(collated["input_ids"]).to(device)
         attention_mask = torch.from_numpy(collated["attention_mask"]).to(device=device, dtype=torch.long)
-        features = self.target.features(input_ids, attention_mask, self.taps)
-        tokens = token_digest(input_ids, attention_mask)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return features, tokens, time.perf_counter() - started
+        with preflight.memory_explained(f"step {self.step + 1}, target features"):
+            return self.target.features(input_ids, attention_mask, self.taps)
 
     def outputs(self) -> Outputs:
         """Nothing: the lead writes."""
         return Outputs([], results={"step": self.step}, kernels=self.kernels)
+
+
+def _stacked(found: Sequence[Tensor]) -> Tensor:
+    """The features of the parts of a batch, one after the other, with zeros behind the shorter ones."""
+    longest = max(part.shape[1] for part in found)
+    return torch.cat([F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in found])

@@ -94,7 +94,7 @@ class TrainParams(Params):
         "two batches a target when left out",
     )
     rank_timeout: int = placement(
-        900, ge=1, unit="seconds", description="a rank that waits so long for another ends the job"
+        1800, ge=1, unit="seconds", description="a rank that makes no progress for so long ends the job, and is named"
     )
     anchor_chunk: int | None = placement(
         None, ge=1, unit="anchors", description="anchors of a forward; all when left out"
@@ -139,8 +139,6 @@ class TrainParams(Params):
                 )
             if self.mask_token_id in (*self.target.eos_token_ids, self.target.pad_token_id):
                 raise ValueError(f"mask_token_id {self.mask_token_id} is the target's end or padding token")
-        if self.micro_batch is not None and not self.topology.colocate:
-            raise ValueError("micro_batch cuts the batches of a colocated training only; lower anchor_chunk instead")
         if self.stop_at is not None and self.stop_at > self.schedule_steps:
             raise ValueError(
                 f"stop_at {self.stop_at} is beyond schedule_steps {self.schedule_steps}; "

@@ -8,8 +8,11 @@ of (seed, sample, epoch), so a resumed training does what an undisturbed one wou
 
     python -m dflash.train.trainer --directory DIR --store STORE --attempt N --parent PID     (started by the launcher)
 
+Checkpoints are written by a thread beside the loop (`snapshot.py`); training waits for the one before, and for the copy.
+
 Costs: target and drafter weights in compute precision, 4 bytes a parameter for masters (when that is bfloat16) and for
-gradients, 8 for AdamW's moments; features of one batch (K * H numbers a token); logits of `logit_chunk` rows.
+gradients, 8 for AdamW's moments; features of one batch (K * H numbers a token); logits of `logit_chunk` rows. On the host
+one checkpoint.
 """
 
 from __future__ import annotations
@@ -49,9 +52,12 @@ from dflash.train.forward import DraftForward, parts
 from dflash.train.objective import labels_and_weights, objective
 from dflash.train.optimizer import Optimizer, learning_rate
 from dflash.train.prepare import check_tokens, drafter_config, load_checked_target
+from dflash.train.snapshot import Background, HostCopy
 from dflash.train.telemetry import Metrics, alert
 from dflash.train.train_params import TrainParams
 
+SLOW_DISK = 1.0
+"""Seconds that training may wait for the checkpoint before until somebody is told."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -150,7 +156,8 @@ class Learner:
         self.device = torch.device(device)
         self.compute = DTYPES[params.dtype]
         master = torch.float64 if params.dtype == "float64" else torch.float32
-        self.drafter = Drafter(config, seed=params.seed).to(device=self.device, dtype=master)
+        self.drafter = Drafter(config, seed=None).to(device=self.device, dtype=master)
+        self.drafter.draw_weights(params.seed)
         self.masters: dict[str, Tensor] = dict(self.drafter.named_parameters())
         if self.compute != master:
             self.masters = {name: weight.detach().clone() for name, weight in self.masters.items()}
@@ -289,17 +296,25 @@ class Trainer:
         self.history: list[dict[str, int]] = []
         self.generators: dict[str, Tensor] = {}
         self.parent: dict[str, Any] | None = None
+        self.writes = True  # of several drafters one
         self.saved: list[int] = []
+        self.writing: list[int] = []
+        self.copy = HostCopy(torch.device(context.device))
+        self.background = Background()
+        self.checkpoint_seconds = 0.0
         self.alert = ""
         self.accepted: list[dict[str, Any]] = []
         self.kernels: dict[str, Any] = {}
         self._last_due = 0
         self._schedule: tuple[tuple[int, int], list[int]] | None = None
 
-    def begin(self) -> None:
-        """Loads and checks everything, resumes, and writes down what will run. No batch is read before that is on disk."""
+    def _check_disk(self) -> None:
         done = max(schedule.resumable_steps(self.directory), default=0)
         preflight.check_disk(self.params, self.config, self.directory, sum(step > done for step in self.scheduled()))
+
+    def begin(self) -> None:
+        """Loads and checks everything, resumes, and writes down what will run. No batch is read before that is on disk."""
+        self._check_disk()
         self.samples = load_train_samples(self.dataset.directory)
         check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)
         self.plan = batch_plan(self.samples, self.dataset, self.buckets)
@@ -318,6 +333,7 @@ class Trainer:
         """Writes down what will run and opens what is written while it does."""
         self.writer = checkpoint.Writer(
             self.directory,
+            self.config,
             checkpoint.collect_params(self.directory, self.store, "train"),
             self._manifest(),
             self.params.keep_states,
@@ -330,14 +346,14 @@ class Trainer:
 
     def _probe(self) -> list[dict[str, Any]]:
         subject = probe.Subject(self.params, self.learner.target, self.learner.drafter, self.context.device)
-        return probe.attend(
-            self.directory,
-            subject,
-            collect(self.kernels),
-            resumed=bool(schedule.existing_steps(self.directory)),
-            attempt=self.context.attempt,
-            accept=str(self.context.placement.get("accept_env", "")),
-        )
+        return probe.attend(self.directory, subject, collect(self.kernels), **self._probing())
+
+    def _probing(self) -> dict[str, Any]:
+        return {
+            "resumed": bool(schedule.existing_steps(self.directory)),
+            "attempt": self.context.attempt,
+            "accept": str(self.context.placement.get("accept_env", "")),
+        }
 
     def _resume(self) -> None:
         state = checkpoint.newest_state(self.directory, self.directory.name)
@@ -423,11 +439,14 @@ class Trainer:
         Raises:
             PermanentError: too many non-finite steps in a row, or the last step could not be saved.
         """
-        while self._more_to_do():
-            line = self.one_step(self.step)
-            self.step += 1
-            self._tell(line)
-            self._after_step()
+        try:
+            while self._more_to_do():
+                line = self.one_step(self.step)
+                self.step += 1
+                self._tell(line)
+                self._after_step()
+        finally:
+            self.background.close()
         if (
             self.alert
             and self.step == max(self.scheduled(), default=0)
@@ -458,13 +477,16 @@ class Trainer:
     def _more_to_do(self) -> bool:
         # Under the lock of the schedule: whoever adds a step either comes before and is served, or comes after and reads
         # that this trainer is ending.
-        with locked(schedule.schedule_lock(self.directory)):
-            # Who is asked to end after the last step was passed unsaved makes one more, and saves that.
-            may_end = self.step == self.first_step or self.step == self._last_due
-            more = not (may_end and self.ending.is_set()) and self.step < max(self.scheduled(), default=0)
-            if not more:
-                self._tell_status(ending=True)
-        return more
+        while True:
+            with locked(schedule.schedule_lock(self.directory)):
+                # Who is asked to end after the last step was passed unsaved makes one more, and saves that.
+                may_end = self.step == self.first_step or self.step == self._last_due
+                more = not (may_end and self.ending.is_set()) and self.step < max(self.scheduled(), default=0)
+                if not (more or self.writing):
+                    self._tell_status(ending=True)
+            if more or not self.writing:
+                return more
+            self._collect(wait=True)  # meanwhile steps may be added
 
     def one_step(self, index: int) -> MetricsLine:
         """Trains on the batches of step `index` (from 0) and returns its line of metrics."""
@@ -479,8 +501,11 @@ class Trainer:
         else:
             self.nonfinite = 0
             if sums.weight > 0:  # a step without a single anchor teaches nothing
+                self.copy.before_update()
                 self.learner.update(norm, index + 1)
         seconds = time.perf_counter() - started
+        stalled = {**sums.stalled_seconds, "checkpoint": self.checkpoint_seconds}
+        self.checkpoint_seconds = 0.0
         return MetricsLine(
             attempt=self.context.attempt,
             step=index + 1,
@@ -493,7 +518,7 @@ class Trainer:
             tokens=sums.tokens,
             seconds=seconds,
             tokens_per_second=sums.tokens_per_second(),
-            stalled_seconds=sums.stalled_seconds,
+            stalled_seconds=stalled,
             features_waiting=sums.features_waiting,
             padding_share=1.0 - sums.tokens / sums.padded,
             batch_ids=[batch.batch_id for batch in batches],
@@ -518,13 +543,15 @@ class Trainer:
         """
         self.nonfinite += 1
         names = ", ".join(batch.batch_id for batch in batches)
-        alert(f"step {step}: loss {loss}, gradient norm {norm}; the update is skipped (batches {names})")
+        if self.writes:
+            alert(f"step {step}: loss {loss}, gradient norm {norm}; the update is skipped (batches {names})")
         if self.nonfinite < self.params.max_nonfinite:
             return
         path = self.directory / "nonfinite.json"
         steps = range(step - self.nonfinite + 1, step + 1)
         ids = {str(number): [batch.batch_id for batch in self.plan.step(number - 1)] for number in steps}
-        write_json(path, {"steps": ids, "loss": repr(loss), "gradient_norm": repr(norm)})
+        if self.writes:
+            write_json(path, {"steps": ids, "loss": repr(loss), "gradient_norm": repr(norm)})
         raise PermanentError(
             f"loss or gradient was not finite for {self.nonfinite} steps in a row, up to step {step}",
             where=str(path),
@@ -534,8 +561,9 @@ class Trainer:
     def _after_step(self) -> None:
         if self._due():
             self._save()
-            with locked(schedule.schedule_lock(self.directory)):
-                self._tell_status()
+        elif self.step == self.first_step + 1:
+            self._prepare_copy()
+        self._collect(wait=False)
 
     def _due(self) -> bool:
         """Whether this step is to be saved; when not, it has been passed."""
@@ -544,29 +572,77 @@ class Trainer:
         with locked(schedule.schedule_lock(self.directory)):
             schedule.serve_request(self.directory, self.step)
             due = self.step in self.scheduled() or self.ending.is_set()
-            if not due:
-                self._tell_status()
+            if due:
+                self.writing.append(self.step)
+            self._tell_status()
         if due:
             self._last_due = self.step
         return due
 
     def _save(self) -> None:
+        """Copies the step to host memory and has it written; waits for the checkpoint before it, if that is still written."""
+        started = time.perf_counter()
+        self._collect(wait=True)
+        waited = time.perf_counter() - started
+        self._begin_saving()
+        self.checkpoint_seconds += time.perf_counter() - started
+        if waited > SLOW_DISK:
+            alert(f"step {self.step}: training waited {waited:.1f} s until the checkpoint before it was written")
+
+    def _begin_saving(self) -> None:
+        self.background.prepared()
+        copied = self.copy.begin(self._tensors())
+        masters = {name: copied[f"master.{name}"] for name in self.learner.masters}
         state = checkpoint.State(
-            masters=self.learner.masters,
-            moments=self.learner.optimizer.state(),
+            masters=masters,
+            moments={name.removeprefix("moment."): moment for name, moment in copied.items() if _is_moment(name)},
             next_step=self.step,
             nonfinite=self.nonfinite,
-            history=self.history,
+            history=list(self.history),
             generators=self._generators(),
         )
-        try:
-            self.writer.save(self.step, self.learner.drafter, state, self._lineage())
-        except checkpoint.DiskFull as error:
-            self.alert = error.what
-            alert(error.message())
+        weights = {name: copied.get(f"weight.{name}", masters[name]) for name in self.learner.weights}
+        lineage, step = self._lineage(), self.step
+
+        def write() -> None:
+            self.copy.wait()
+            self.writer.save(step, weights, state, lineage)
+
+        self.background.submit(step, write)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, as it is now: masters, moments, and weights where they are not the masters."""
+        masters, weights = self.learner.masters, self.learner.weights
+        found = {f"master.{name}": master for name, master in masters.items()}
+        found |= {f"moment.{name}": moment for name, moment in self.learner.optimizer.moments().items()}
+        return found | {f"weight.{name}": w for name, w in weights.items() if w is not masters[name]}
+
+    def _prepare_copy(self) -> None:
+        """Has the memory of the first checkpoint laid out while training goes on."""
+        tensors = self._tensors()
+        self.background.prepare(lambda: self.copy.prepare(tensors))
+
+    def _collect(self, *, wait: bool) -> None:
+        """Takes note of a checkpoint that was written.
+
+        Raises:
+            PermanentError: it could not be. A full disk is an alert only.
+        """
+        found = self.background.collect(wait=wait)
+        if found is None:
             return
-        self.alert = ""
-        self.saved.append(self.step)
+        self.writing.remove(found.step)
+        if isinstance(found.error, checkpoint.DiskFull):
+            self.alert = found.error.what
+            alert(found.error.message())
+        elif found.error is not None:
+            raise found.error
+        else:
+            self.alert = ""
+            self.saved.append(found.step)
+            self.context.progress.say(f"step {found.step} is saved; written in {found.seconds:.1f} s beside training")
+        with locked(schedule.schedule_lock(self.directory)):
+            self._tell_status()
 
     def _generators(self) -> dict[str, Tensor]:
         return checkpoint.generator_states()
@@ -600,8 +676,13 @@ class Trainer:
             lease_start=start,
             alert=self.alert,
             ending=ending,
+            writing=self.writing,
         )
         schedule.write_status(self.directory, status)
+
+
+def _is_moment(name: str) -> bool:
+    return name.startswith("moment.")
 
 
 def batch_plan(samples: Samples, dataset: Upstream, buckets: Upstream) -> BatchPlan:

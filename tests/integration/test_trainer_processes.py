@@ -195,6 +195,8 @@ def test_a_full_disk_costs_a_checkpoint_and_never_the_training(
     real = Trainer.one_step
 
     def one_step(self: Trainer, index: int) -> Any:
+        if index in (1, 3):
+            self._collect(wait=True)
         if index == 1:
             fill(directory, leave=leave)
         if index == 3:

@@ -106,11 +106,19 @@ def test_a_state_resumes_under_another_topology(
     assert distance(whole, resumed) <= TOLERANCE["float64"]
 
 
-def test_a_resume_at_the_same_topology_is_bit_for_bit(trained: dict[Any, tuple[Training, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("done", "left_of_epoch"), [(1, 2), (2, 4), (3, 6), (4, 0)])
+def test_a_resume_at_the_same_topology_is_bit_for_bit(
+    trained: dict[Any, tuple[Training, Any]], tmp_path: Path, done: int, left_of_epoch: int
+) -> None:
+    """In mid-epoch, and where an epoch ends: it has eight batches, a step six."""
+    assert -done * 6 % 8 == left_of_epoch
     whole, _ = trained["float32", 2, 2]
     resumed = again(whole, tmp_path)
-    assert succeeded(run_topology(resumed, 2, 2, 2))
+    assert succeeded(run_topology(resumed, 2, 2, done))
     assert succeeded(run_topology(resumed, 2, 2, STEPS, attempt=2))
+    lines = [json.loads(line) for line in (resumed.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["attempt"]) for line in lines] == [(n, 1 + (n > done)) for n in range(1, STEPS + 1)]
+    assert resumed.batch_ids() == whole.batch_ids()
     assert distance(whole, resumed) == 0
 
 
@@ -141,7 +149,13 @@ def test_metrics_say_who_waits_for_whom(trained: dict[Any, tuple[Training, Any]]
     lines = last_attempts(training.directory / "metrics.jsonl")
     for line in lines:
         assert set(line.tokens_per_second) == {"target", "drafter"}
-        assert set(line.stalled_seconds) == {"data", "drafter_features", "drafter_reduce", "target_credit"}
+        assert set(line.stalled_seconds) == {
+            "data",
+            "drafter_features",
+            "drafter_reduce",
+            "target_credit",
+            "checkpoint",
+        }
         assert len(line.features_waiting) == 2
     assert max(max(line.features_waiting) for line in lines) > 0
     shares = re.search(r"waited for features (\d+)% .* room to send (\d+)%", ran.said[3])
@@ -281,14 +295,24 @@ def test_a_target_that_works_on_another_batch_is_refused_before_it_sends(small: 
     assert "rank 1 (drafter 0) asks for batch " in ran.said[0]
 
 
-def test_broken_features_are_refused_with_the_batch_named(small: Training, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("factor", "said"), [(float("nan"), "hold NaN"), (0.0, "are zero for a whole token"), (None, "are constant")]
+)
+def test_broken_features_are_refused_with_the_batch_named(
+    small: Training, tmp_path: Path, factor: float | None, said: str
+) -> None:
     def poison() -> None:
-        real = target_rank.Target.features
-        target_rank.Target.features = lambda *arguments: real(*arguments) * float("nan")  # type: ignore[method-assign]
+        real = target_rank.TargetRank._part
 
-    ran = run_topology(again(small, tmp_path), 1, 1, STEPS, changes={0: poison})
-    assert ran.statuses[1] == 4
-    assert "features hold NaN" in ran.said[1]
+        def broken(self: Any, batch: Any) -> torch.Tensor:
+            features = real(self, batch)
+            return torch.ones_like(features) if factor is None else features * factor
+
+        target_rank.TargetRank._part = broken  # type: ignore[method-assign]
+
+    ran = run_topology(again(small, tmp_path), 2, 2, STEPS, changes={1: poison})
+    assert ran.statuses[3] == 4, "batch 1 goes from target 1 to drafter 1"
+    assert re.search(rf"rank 3 \(drafter 1\) on local, step 1: batch [0-9a-f]{{12}}: features .*{said}", ran.said[3])
 
 
 @pytest.mark.parametrize("fact", ["kernels", "taps"])

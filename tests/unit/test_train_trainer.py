@@ -447,7 +447,7 @@ def test_a_kill_while_a_state_is_deleted_leaves_nothing_that_loads(
     assert not (training.directory / "step_1" / ".state.pruning").exists()
 
 
-@pytest.mark.parametrize("place", ["save_drafter", "write_state", "tensor_facts", "fsync_directory"])
+@pytest.mark.parametrize("place", ["save_weights", "write_state", "tensor_facts", "fsync_directory"])
 def test_a_kill_while_a_checkpoint_is_written_leaves_nothing_that_could_be_taken_for_one(
     undisturbed: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

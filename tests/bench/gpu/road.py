@@ -4,9 +4,9 @@
 
 For the demo's target and for a two-layer cut of Qwen3.6-27B's shapes (random weights, hidden 5120, no download), under
 `kernels: torch` and, with `--fla`, `kernels: fla`: completions, dataset, buckets, training with a checkpoint, references,
-evaluation. Prints one JSON line a run: the functions that the checkpoint's manifest says were bound, loss, tokens per second
-by role, tau. Without flash-linear-attention installed, asking for fla must be refused before the first step; that is shown
-too. Takes about two minutes on an H200.
+evaluation. Prints one JSON line a run: the functions that the checkpoint's manifest says were bound, losses, tokens per second
+by role, tau. The weights of the cut are drawn on the GPU. Without flash-linear-attention installed, asking for fla must be
+refused before the first step; that is shown too. Takes about two minutes on an H200.
 """
 
 from __future__ import annotations
@@ -24,32 +24,16 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+from shapes import TWO_LAYERS  # noqa: E402
 
 from dflash.base.errors import PermanentError  # noqa: E402
 from dflash.base.records import CheckpointManifest, Receipt, last_attempts  # noqa: E402
 from dflash.plan.config import load_config  # noqa: E402
 from dflash.plan.graph import Plan, build_plan  # noqa: E402
 from dflash.runner import Job, run_job  # noqa: E402
-
-SHAPES_27B = {
-    "model_type": "qwen3_5_text",
-    "seed": 0,
-    "vocab_size": 248320,
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 2,
-    "full_attention_interval": 2,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-"""Two layers, one linear and one of full attention, of the sizes that Qwen3.6-27B's config names."""
 
 
 def demo(kernels: str, steps: int) -> dict[str, Any]:
@@ -64,7 +48,7 @@ def demo(kernels: str, steps: int) -> dict[str, Any]:
 def cut(kernels: str, steps: int) -> dict[str, Any]:
     """A random target of the 27B's shapes, cut to two layers, and a drafter of its published shape with one layer."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "config/micro.yaml").read_text())
-    config["target"] = {"random": SHAPES_27B}
+    config["target"] = {"random": TWO_LAYERS}
     config["completions"].update(kernels=kernels, dtype="bfloat16")
     config["train"] = {
         "block_size": 16,
@@ -120,6 +104,7 @@ def run(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
         "gpus": [gpu["name"] for gpu in manifest.environment.gpus],
         "kernels": manifest.kernels,
         "loss": [round(lines[0].loss, 4), round(lines[-1].loss, 4)],
+        "batches": [line.batch_ids for line in lines[:3]],
         "tokens_per_second": {role: round(rate) for role, rate in lines[-1].tokens_per_second.items()},
         "memory_bytes": lines[-1].memory_bytes,
         "tau": evaluated.results.get("tau"),
