@@ -33,7 +33,8 @@ class Spread(Workspace):
     prefix: list[str] = field(default_factory=list)
 
     def _run(self, command: list[str], expect: int | None, timeout: float) -> subprocess.CompletedProcess[str]:
-        return super()._run([*self.prefix, *command], expect, timeout)
+        # connections and far processes on top of the same work: patience for a busy machine
+        return super()._run([*self.prefix, *command], expect, timeout * 3)
 
     def workdir(self, host: str) -> Path:
         return self.folder.parent / host

@@ -20,6 +20,8 @@ DFLASH_FOREGROUND=1 setsid sh "$1" >>cluster.log 2>&1 </dev/null &
 echo $!
 """
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def test_the_slurm_profile_plans_the_same_jobs(fresh: Workspace) -> None:
     pytest.importorskip("snakemake_executor_plugin_slurm")
@@ -39,7 +41,7 @@ def test_jobs_submitted_to_a_scheduler_train_in_foreground_segments(fresh: Works
     command = [sys.executable, "-m", "snakemake", "-s", str(source_root() / "Snakefile"), "--jobs", "3"]
     command += ["--executor", "cluster-generic", "--cluster-generic-submit-cmd", "sh submit.sh"]
     command += ["--cores", "3", "--scheduler", "greedy", "--rerun-triggers", "mtime", "--latency-wait", "20"]
-    fresh._run([*command, "--workflow-profile", "none"], 0, 290)
+    fresh._run([*command, "--workflow-profile", "none"], 0, 800)
     assert contents(fresh) == contents(finished_run)
     directory = fresh.train_directory()
     ends = [json.loads(path.read_text()) for path in sorted(directory.glob("attempts/*.json"))]

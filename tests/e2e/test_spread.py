@@ -14,6 +14,8 @@ from sshd import Sshd
 
 from dflash.base.records import Receipt
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="session")
 def spread_run(tmp_path_factory: pytest.TempPathFactory, cache: Path, servers: dict[str, Sshd]) -> Spread:

@@ -22,6 +22,8 @@ from test_survival import LONG, running, snakemakes
 from dflash.base.records import LeaseRecord, last_attempts
 from dflash.hosts.lease import holder
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture
 def far(tmp_path: Path, cache: Path, servers: dict[str, Sshd]) -> Iterator[Spread]:
@@ -93,7 +95,7 @@ def test_a_lost_link_is_made_again_and_training_does_not_notice(far: Spread) -> 
         wait_until(lambda: far.servers["trainbox"].children(), what="a waiting connection")
         time.sleep(1.0)
         assert far.servers["trainbox"].kill_children()
-        out, _ = process.communicate(timeout=280)
+        out, _ = process.communicate(timeout=600)
         assert process.returncode == 0, out
     assert "the connection to trainbox is lost; trying again" in out
     assert attempts(far) == 1
@@ -106,7 +108,7 @@ def test_a_killed_trainer_is_told_of_with_the_end_of_its_log_and_started_again(
         wait_until(lambda: checkpoint(far, 300), seconds=200, what="first checkpoint")
         (path,) = far.store("trainbox").glob("train/*/attempts/1.json")
         os.kill(json.loads(path.read_text())["trainer_pid"], signal.SIGKILL)
-        out, _ = process.communicate(timeout=280)
+        out, _ = process.communicate(timeout=600)
         assert process.returncode == 0, out
     assert "was killed by SIGKILL" in out
     assert "its log ends:" in out
@@ -141,10 +143,10 @@ def test_a_second_clone_waits_in_line_may_not_stop_the_first_and_no_retry_revive
             assert "--force" in refused.stderr
             assert lease(far) is not None
             same.call("stop", "micro", "--force")
-            out, _ = first.communicate(timeout=120)
+            out, _ = first.communicate(timeout=400)
             assert first.returncode == 1
             assert "was stopped by" in out
-            said, _ = second.communicate(timeout=240)
+            said, _ = second.communicate(timeout=600)
             assert second.returncode == 0, said
     far.call("run", expect=1)
     assert attempts(far) <= 2, "one start for each of the two trainings at most"
@@ -200,7 +202,7 @@ def test_a_detached_run_survives_its_terminal_and_the_next_run_looks_in(far: Wor
     os.kill(pid, signal.SIGHUP)
     refused = far.call("run", "--detach", expect=1)
     assert str(pid) in refused.stderr
-    done = far.call("run", timeout=280)
+    done = far.call("run")
     assert "at work in the background" in done.stderr
     assert "checkpoints trained" in done.stderr
     assert "run micro" in done.stdout

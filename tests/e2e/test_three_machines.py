@@ -23,6 +23,8 @@ echo "$1" >>"$(dirname "$0")/pct.log"
 exec "$@"
 """
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
@@ -110,7 +112,7 @@ def test_the_road_through_a_jump_host_into_a_container_equals_the_local_one(
         check=False,
     )
     assert "unreachable" in direct.stderr, "the controller has a way of its own to the inner machine"
-    machines.call("run", timeout=280)
+    machines.call("run")
     assert contents(machines) == contents(finished_run)
     assert hosts_of(machines)["train"] == "trainbox"
     assert hosts_of(machines)["evaluate"] == "judge"
