@@ -57,6 +57,42 @@ def doctor(
         raise PermanentError(f"{problems[0]}{more}")
 
 
+@hosts_app.callback()
+def hosts_group() -> None:
+    """Look after the hosts of config/hosts.yaml."""
+
+
+@hosts_app.command("setup")
+def hosts_setup(
+    host: Annotated[str, typer.Argument(metavar="H", help="a host of the hosts file")],
+    torch: Annotated[
+        str, typer.Option("--torch", metavar="SPEC", help="what pip installs first: 'torch==2.13.0 --index-url URL'")
+    ] = "",
+    also: Annotated[
+        str, typer.Option("--also", metavar="SPEC", help="what pip installs last: 'causal-conv1d ...'")
+    ] = "",
+    python: Annotated[str, typer.Option("--python", help="interpreter there to make it with")] = "",
+    hosts: HostsFile = DEFAULT,
+) -> None:
+    """Send this code to a host and make the environment of requirements.lock there. Does nothing when all is there."""
+    from dflash.hosts.inventory import load_inventory
+    from dflash.hosts.setup import set_up
+
+    target = load_inventory(hosts).get(host)
+    if target.entry.kind == "local" and target.entry.workdir is None:
+        raise ConfigError(
+            f"{host} is this machine and has no `workdir`", where=str(hosts), remedy="`make run` sets it up."
+        )
+    made = str(set_up(target, first=torch, also=also, python=python))
+    other = next((role for role in ("gpu", "eval") if target.python(role) != made), None)
+    print(made)
+    if other is not None:
+        print(
+            f"{host}: the hosts file names {target.python(other)} for {other}; remove it there to use this environment",
+            file=sys.stderr,
+        )
+
+
 def doctor_facts(device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N")] = "cpu") -> None:
     """Say which kernels are bound on this machine and whether they are right; what `dflash doctor` calls on each host."""
     from dflash.runner import quiet_libraries
