@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -90,6 +90,15 @@ class Host(Protocol):
 
         Raises:
             PermanentError: there is no such program, or the host refuses us. TransientError: the connection failed.
+        """
+
+    def follow(
+        self, argv: Sequence[str], tell: Callable[[str], None], *, environment: Mapping[str, str] | None = None
+    ) -> Finished:
+        """Runs a command and calls `tell` with each line that it prints, as it comes. See `run`.
+
+        Returns:
+            Status and stderr; stdout is empty, for it has been told.
         """
 
     def put(self, path: Path, content: bytes) -> None:
@@ -179,6 +188,27 @@ class ByCommand:
                 pipe.close()
         reader.join()
         return self.judged(argv, Finished(process.returncode, written[0], written[1].decode(errors="replace")))
+
+    def follow(
+        self, argv: Sequence[str], tell: Callable[[str], None], *, environment: Mapping[str, str] | None = None
+    ) -> Finished:
+        """See `Host.follow`."""
+        process = self._start(argv, subprocess.DEVNULL, environment)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        stderr = process.stderr
+        said: list[bytes] = []
+        reader = threading.Thread(target=lambda: said.append(stderr.read()), daemon=True)
+        reader.start()
+        try:
+            for line in process.stdout:
+                tell(line.decode(errors="replace").rstrip("\n"))
+        except BaseException:
+            _end(process)
+            raise
+        status = process.wait()
+        reader.join()
+        return self.judged(argv, Finished(status, b"", said[0].decode(errors="replace")))
 
     def put(self, path: Path, content: bytes) -> None:
         """See `Host.put`."""

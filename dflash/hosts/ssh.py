@@ -18,7 +18,7 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,6 +101,17 @@ class SshHost(ByCommand):
     def stream(self, argv: Sequence[str], stdin: Iterable[bytes]) -> Finished:
         """See `Host.stream`. Where this machine has no `ssh`, by paramiko."""
         return super().stream(argv, stdin) if shutil.which("ssh") else self._by_channel(argv, stdin, None)
+
+    def follow(
+        self, argv: Sequence[str], tell: Callable[[str], None], *, environment: Mapping[str, str] | None = None
+    ) -> Finished:
+        """See `Host.follow`. Where this machine has no `ssh`, all lines come at the end."""
+        if shutil.which("ssh"):
+            return super().follow(argv, tell, environment=environment)
+        done = self.run(argv, environment=environment)
+        for line in done.stdout.decode(errors="replace").splitlines():
+            tell(line)
+        return Finished(done.status, b"", done.stderr)
 
     def _by_channel(self, argv: Sequence[str], stdin: Iterable[bytes], timeout: float | None) -> Finished:
         from dflash.hosts.channel import communicate
