@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -13,7 +12,7 @@ from proxy import Proxy
 from sshd import Sshd
 
 from dflash.base.files import sha256_file
-from dflash.hosts.entry import HostEntry, Hop
+from dflash.hosts.entry import Hop, HostEntry
 from dflash.hosts.ssh import SshHost
 
 
@@ -104,5 +103,5 @@ def journaled(place: Path) -> int:
 
 def left_behind(folder: Path) -> list[str]:
     """Partials, pins and temporary files in a folder."""
-    return sorted(name for name in os.listdir(folder) if name.endswith((".partial", ".pin", ".tmp")))
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith((".partial", ".pin", ".tmp")))
 

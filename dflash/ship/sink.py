@@ -108,9 +108,9 @@ class Voice:
         self.busy = True
         self.silent = False
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def say(self, name: str, /, **fields: Any) -> None:
         """Writes one message whole."""
-        fields["is"] = kind
+        fields["is"] = name
         rest = memoryview(encode(fields))
         with self._lock:
             while rest:

@@ -169,7 +169,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
     tmpfs(small, 40, require_or_skip)
     try:
         road.place = small / "step_1"
-        with pytest.raises(PermanentError, match="the disk is full: .* MB are needed"):
+        with pytest.raises(PermanentError, match=r"the disk is full: .* MB are needed"):
             road.ship()
         road.require_nothing_visible()
         assert journaled(road.place) == 0
