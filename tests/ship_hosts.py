@@ -16,7 +16,9 @@ from dflash.hosts.entry import Hop, HostEntry
 from dflash.hosts.ssh import SshHost
 
 
-def ssh_host(server: Sshd, name: str, workdir: Path, *, through: Proxy | None = None, wrap: Sequence[str] = ()) -> SshHost:
+def ssh_host(
+    server: Sshd, name: str, workdir: Path, *, through: Proxy | None = None, wrap: Sequence[str] = ()
+) -> SshHost:
     """A host behind a throwaway sshd, straight or through a proxy."""
     workdir.mkdir(parents=True, exist_ok=True)
     address, port = (through.address, through.port) if through else (server.address, server.port)
@@ -104,4 +106,3 @@ def journaled(place: Path) -> int:
 def left_behind(folder: Path) -> list[str]:
     """Partials, pins and temporary files in a folder."""
     return sorted(path.name for path in folder.iterdir() if path.name.endswith((".partial", ".pin", ".tmp")))
-
