@@ -31,14 +31,14 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
-from proxy import Proxy
-from ship_hosts import content, flipping_wrap, ssh_host
-from sshd import Sshd, start_sshd
+from proxy import Proxy  # noqa: E402
+from ship_hosts import content, flipping_wrap, ssh_host  # noqa: E402
+from sshd import Sshd, start_sshd  # noqa: E402
 
-from dflash.base.errors import DflashError
-from dflash.hosts.ssh import SshHost
-from dflash.ship.receipt import receipt_path
-from dflash.ship.ship import SINK, ship
+from dflash.base.errors import DflashError  # noqa: E402
+from dflash.hosts.ssh import SshHost  # noqa: E402
+from dflash.ship.receipt import receipt_path  # noqa: E402
+from dflash.ship.ship import SINK, ship  # noqa: E402
 
 MEGABYTE = 1 << 20
 SIZE = 25 * MEGABYTE + 12345
@@ -60,6 +60,7 @@ class Controller:
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os._exit(self._work(arguments, options))
 
     def _work(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
@@ -268,6 +269,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no shipment after so long")
     parser.add_argument("--break-verification", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
     print(f"seed {options.seed}", flush=True)
     shared = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="dflash-soak-", dir=shared if shared.is_dir() else None))

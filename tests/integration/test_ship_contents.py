@@ -191,7 +191,7 @@ def test_a_source_that_is_not_what_is_recorded_is_refused(tmp_path: Path) -> Non
     ("source", "place", "said"),
     [
         ("absent", "x", "absent: No such file or directory"),
-        ("step_1", "a-file/x", "a-file.*: Not a directory"),
+        ("step_1", "a-file/x", "a-file: File exists"),
         ("link", "x", "neither a regular file nor a folder"),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_read_only_destination_is_named(tmp_path: Path, require_or_skip: Calla
     if os.getuid() or subprocess.run(argv, capture_output=True, check=False).returncode:
         require_or_skip("tmpfs", "a filesystem can be mounted by root only")
     try:
-        with pytest.raises(PermanentError, match="fixed.*Read-only file system"):
+        with pytest.raises(PermanentError, match=r"fixed.*Read-only file system"):
             ship(LOCAL, make_checkpoint(tmp_path / "step_1", 0.1), LOCAL, folder / "step_1")
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
