@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError
+from dflash.cli_ship import register as register_ship
 
 if TYPE_CHECKING:
     from dflash.plan.graph import Plan, PlannedRun
@@ -296,6 +297,9 @@ def write_manifest(
     from dflash.plan.manifest import build_manifest
 
     build_manifest(params.parent, store).write(params.parent / "manifest.json")
+
+
+register_ship(app)
 
 
 def _unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -107,7 +107,7 @@ class SystemProcess(Beating):
 
     def __init__(self, argv: Sequence[str], *, stdin: int | None = None, stdout: int | None = None) -> None:
         super().__init__()
-        self._complaints = tempfile.TemporaryFile()
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
                 list(argv),
