@@ -182,7 +182,10 @@ async def pump(network: Network, direction: str, source: socket.socket, sink: so
             if not piece:
                 return
 
-    await asyncio.gather(take(), deliver())
+    # When one ends badly the other must not live on: it would wait on a descriptor that the next connection gets.
+    async with asyncio.TaskGroup() as both:
+        both.create_task(take())
+        both.create_task(deliver())
 
 
 async def serve(network: Network, client: socket.socket, address: str, port: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 import time
@@ -13,11 +12,13 @@ from proxy import Proxy
 from sshd import Sshd
 
 from dflash.base.files import sha256_file
-from dflash.hosts.entry import HostEntry, Hop
+from dflash.hosts.entry import Hop, HostEntry
 from dflash.hosts.ssh import SshHost
 
 
-def ssh_host(server: Sshd, name: str, workdir: Path, *, through: Proxy | None = None, wrap: Sequence[str] = ()) -> SshHost:
+def ssh_host(
+    server: Sshd, name: str, workdir: Path, *, through: Proxy | None = None, wrap: Sequence[str] = ()
+) -> SshHost:
     """A host behind a throwaway sshd, straight or through a proxy."""
     workdir.mkdir(parents=True, exist_ok=True)
     address, port = (through.address, through.port) if through else (server.address, server.port)
@@ -104,5 +105,4 @@ def journaled(place: Path) -> int:
 
 def left_behind(folder: Path) -> list[str]:
     """Partials, pins and temporary files in a folder."""
-    return sorted(name for name in os.listdir(folder) if name.endswith((".partial", ".pin", ".tmp")))
-
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith((".partial", ".pin", ".tmp")))

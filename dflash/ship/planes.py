@@ -18,11 +18,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dflash.base.errors import CorruptError, DflashError, PermanentError, TransientError
-from dflash.hosts.host import Finished, Host
+from dflash.hosts.host import ByCommand, Finished, Host
+from dflash.hosts.ssh import SshHost
 from dflash.ship import sink
+
+if TYPE_CHECKING:
+    from dflash.hosts.channel import Channel
 
 Plane = Literal["ssh", "paramiko"]
 
@@ -57,6 +61,9 @@ class Process(Protocol):
             TransientError: it takes nothing more.
         """
 
+    def beat(self) -> None:
+        """Writes an empty line, unless something is being written anyway or nobody reads any more."""
+
     def close_stdin(self) -> None:
         """Ends its input."""
 
@@ -70,11 +77,37 @@ class Process(Protocol):
         """What it complained about so far."""
 
 
-class SystemProcess:
+class Beating:
+    """Signs of life between whole writes, never within one."""
+
+    def __init__(self) -> None:
+        self.writing = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        """See `Process.write`."""
+        with self.writing:
+            self.write_now(data)
+
+    def write_now(self, data: bytes) -> None:
+        """Writes; the caller holds the lock."""
+        raise NotImplementedError
+
+    def beat(self) -> None:
+        """See `Process.beat`."""
+        if self.writing.acquire(blocking=False):
+            try:
+                with contextlib.suppress(DflashError, OSError):
+                    self.write_now(b"\n")
+            finally:
+                self.writing.release()
+
+
+class SystemProcess(Beating):
     """A local process, mostly an `ssh` that runs another one elsewhere."""
 
     def __init__(self, argv: Sequence[str], *, stdin: int | None = None, stdout: int | None = None) -> None:
-        self._complaints = tempfile.TemporaryFile()
+        super().__init__()
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
                 list(argv),
@@ -94,7 +127,7 @@ class SystemProcess:
         assert self._process.stdout is not None
         return os.read(self._process.stdout.fileno(), 1 << 20)
 
-    def write(self, data: bytes) -> None:
+    def write_now(self, data: bytes) -> None:
         """See `Process.write`."""
         assert self._process.stdin is not None
         descriptor = self._process.stdin.fileno()
@@ -171,12 +204,14 @@ class Peer:
 
     def ask(self, **request: Any) -> None:
         """Sends a request."""
-        self.process.write(sink.encode(request))
+        try:
+            self.process.write(sink.encode(request))
+        except TransientError as error:
+            raise self.lost(str(error)) from error
 
     def beat(self) -> None:
         """A sign of life from here."""
-        with contextlib.suppress(DflashError, OSError):
-            self.process.write(b"\n")
+        self.process.beat()
 
     def error(self, message: dict[str, Any]) -> DflashError:
         """What the far end says went wrong, as this project's errors."""
@@ -204,13 +239,12 @@ def ended(process: Process, host: Host, argv: Sequence[str], name: str, why: str
     """What to say of a process that ended too early."""
     status = process.wait(GOODBYE)
     complaint = process.stderr()
-    if status == 2 and "can't open file" in complaint:
+    if "can't open file" in complaint and ".dflash-sink-" in complaint:
         return ProgramMissing(host)
     finished = Finished(-1 if status is None else status, b"", complaint)
-    judge = getattr(host, "judged", None)
-    if judge is not None:
+    if isinstance(host, ByCommand):
         try:
-            judge(argv, finished)
+            host.judged(argv, finished)
         except DflashError as error:
             return error
     last = [line.strip() for line in complaint.splitlines() if line.strip()][-1:] or [why or "no reason given"]
@@ -223,24 +257,23 @@ def start(host: Host, argv: Sequence[str], plane: Plane) -> Process:
     Raises:
         PermanentError: no such program; the host refuses us. TransientError: the connection failed.
     """
-    channel = getattr(host, "channel", None)
-    if plane == "paramiko" and channel is not None:
-        opened: Process = ChannelProcess(channel(argv))
-        return opened
+    if plane == "paramiko" and isinstance(host, SshHost):
+        return ChannelProcess(host.channel(argv))
     return SystemProcess(host.command(argv))
 
 
-class ChannelProcess:
+class ChannelProcess(Beating):
     """A process behind a paramiko channel."""
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
         self._channel = channel
 
     def read(self) -> bytes:
         """See `Process.read`."""
-        return bytes(self._channel.read(1 << 20))
+        return self._channel.read(1 << 20)
 
-    def write(self, data: bytes) -> None:
+    def write_now(self, data: bytes) -> None:
         """See `Process.write`."""
         self._channel.write(data)
 
@@ -251,7 +284,7 @@ class ChannelProcess:
     def wait(self, timeout: float) -> int | None:
         """See `Process.wait`."""
         try:
-            return int(self._channel.wait(timeout))
+            return self._channel.wait(timeout)
         except DflashError:
             return None
 
@@ -261,7 +294,7 @@ class ChannelProcess:
 
     def stderr(self) -> str:
         """See `Process.stderr`."""
-        return str(self._channel.stderr())
+        return self._channel.stderr_tail()
 
 
 class Stream:
@@ -279,13 +312,14 @@ class Stream:
         inbox: Inbox,
     ) -> None:
         self.begun = False
+        self._starting = threading.Lock()
         self._source = source
         self._writing = -1
         self.send: Process
         if direct:
             self.send = start(*source, plane)
             self.store = Peer("store", *destination, self.send, inbox)
-        elif plane == "paramiko" and any(hasattr(host, "channel") for host in (source[0], destination[0])):
+        elif plane == "paramiko" and any(isinstance(host, SshHost) for host in (source[0], destination[0])):
             self.store = Peer("store", *destination, start(*destination, plane), inbox)
             self.send = start(*source, plane)
         else:
@@ -303,16 +337,28 @@ class Stream:
             os.close(reading)
 
     def begin(self, request: dict[str, Any], header: dict[str, Any]) -> None:
-        """Lets it work: `store` gets the header, then `send` the request."""
-        self.begun = True
+        """Lets it work: `store` gets the header, then `send` the request.
+
+        Raises:
+            TransientError, PermanentError: one of the two has ended already; says why.
+        """
         self.store.heard = time.monotonic()
-        if self._writing >= 0:
-            os.write(self._writing, sink.encode(header))
-            self._let_go()
-        elif self.send is not self.store.process:
-            self.store.process.write(sink.encode(header))
-            threading.Thread(target=self._pump, daemon=True).start()
-        self.send.write(sink.encode({**request, "header": header}))
+        words = sink.encode(header)
+        with self._starting:
+            self.begun = True
+            try:
+                if self._writing >= 0:
+                    os.write(self._writing, words)
+                    self._let_go()
+                elif self.send is not self.store.process:
+                    self.store.process.write(words)
+                    threading.Thread(target=self._pump, daemon=True).start()
+            except (OSError, TransientError) as error:
+                raise self.store.lost(str(error)) from error
+        try:
+            self.send.write(sink.encode({**request, "header": header}))
+        except TransientError as error:
+            raise ended(self.send, *self._source, "sending end", str(error)) from error
 
     def _let_go(self) -> None:
         """Closes our end of the pipe, so that `store` sees the end when `send` ends."""
@@ -330,12 +376,16 @@ class Stream:
 
     def beat(self) -> None:
         """A sign of life to `send`; that of `store` comes from `send` once it has begun."""
-        with contextlib.suppress(DflashError, OSError):
-            self.send.write(b"\n")
-            if self._writing >= 0:
-                os.write(self._writing, b"\n")
-            elif not self.begun and self.send is not self.store.process:
-                self.store.process.write(b"\n")
+        self.send.beat()
+        if self._starting.acquire(blocking=False):
+            try:
+                if self._writing >= 0:
+                    with contextlib.suppress(OSError):
+                        os.write(self._writing, b"\n")
+                elif not self.begun and self.send is not self.store.process:
+                    self.store.process.beat()
+            finally:
+                self._starting.release()
 
     def cause(self) -> DflashError | None:
         """Why `send` has ended, if it has and badly: more telling than `store`, which only saw its input end."""

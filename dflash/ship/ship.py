@@ -29,7 +29,7 @@ from dflash.base.records import Artifact, ArtifactFile, ShipmentReceipt, now
 from dflash.hosts.host import Host, LocalHost
 from dflash.ship import sink
 from dflash.ship.artifact import root_digest
-from dflash.ship.planes import Inbox, Peer, Plane, ProgramMissing, SourceChanged, Stream, start
+from dflash.ship.planes import Inbox, Peer, Plane, ProgramMissing, Stream, start
 
 What = Literal["drafter", "full"]
 Route = Literal["relay", "direct"]
@@ -244,16 +244,20 @@ class _Attempt:
         finally:
             self._over.set()
             self.tally.sent += self._received()
-            for one in (*self.streams, *self.peers):
-                one.end()
+            for stream in self.streams:
+                stream.end()
+            for peer in self.peers:
+                peer.end()
 
     def _received(self) -> int:
         return sum(stream.store.received for stream in self.streams if stream.begun)
 
     def _beat(self) -> None:
         while not self._over.wait(1.0):
-            for one in (*self.peers, *self.streams):
-                one.beat()
+            for peer in self.peers:
+                peer.beat()
+            for stream in self.streams:
+                stream.beat()
 
     def _check(self, manifest: dict[str, Any]) -> None:
         files = [ArtifactFile(**item) for item in manifest["files"]]
@@ -354,7 +358,11 @@ class _Attempt:
                         break
         except DflashError:
             pass
-        causes = [cause for stream in self.streams if stream.begun and (cause := stream.cause())] if "ended early" in error.what else []
+        causes = (
+            [cause for stream in self.streams if stream.begun and (cause := stream.cause())]
+            if "ended early" in error.what
+            else []
+        )
         return causes[0] if causes else error
 
     def _facts(self, manifest: dict[str, Any], chunks: list[sink.Chunk]) -> dict[str, Any]:

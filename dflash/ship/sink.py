@@ -19,6 +19,7 @@ lie, and a removal in mid-copy fails the shipment instead of being survived.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import errno
@@ -108,9 +109,9 @@ class Voice:
         self.busy = True
         self.silent = False
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def say(self, name: str, /, **fields: Any) -> None:
         """Writes one message whole."""
-        fields["is"] = kind
+        fields["is"] = name
         rest = memoryview(encode(fields))
         with self._lock:
             while rest:
@@ -542,10 +543,8 @@ def send_main() -> None:
 
 def widen(descriptor: int) -> None:
     """A larger pipe means fewer wake-ups."""
-    try:
+    with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, 1031, 1 << 20)  # F_SETPIPE_SZ
-    except OSError:
-        pass
 
 
 # ---------------------------------------------------------------- data: storing
@@ -635,7 +634,7 @@ class Writer:
                     return
                 batch, self._written = self._written, []
                 retired, self._retired = self._retired, []
-                files, self._unsynced = self._unsynced[1], [0, 0]
+                self._unsynced = [0, 0]
             try:
                 descriptors = {descriptor for _, descriptor in batch}
                 if len(descriptors) < 16 or not sync_filesystem(self._folder):
@@ -651,7 +650,6 @@ class Writer:
                     os.close(descriptor)
             with self._changed:
                 self._changed.notify_all()
-            del files
 
     def finish(self) -> None:
         """Waits until everything written is on the disk and journaled."""

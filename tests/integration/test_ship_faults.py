@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -20,11 +21,11 @@ from dflash.base.errors import PermanentError, TransientError
 from dflash.base.records import ShipmentReceipt
 from dflash.hosts.ssh import SshHost
 from dflash.ship.planes import Plane, SourceChanged
-from dflash.ship.receipt import receipt_path, require_receipt
-from dflash.ship.ship import ship
+from dflash.ship.receipt import content_root, receipt_path, require_receipt
+from dflash.ship.ship import SINK, install, ship
 
-MEGABYTES = 48
-HALF = 24 << 20
+MEGABYTES = 32
+HALF = 18 << 20
 
 
 class Road:
@@ -123,8 +124,12 @@ def overwrite(path: Path) -> None:
 
 
 @pytest.mark.parametrize("plane", ["ssh", "paramiko"])
-@pytest.mark.parametrize("change", [overwrite, lambda path: os.truncate(path, 9 << 20)], ids=["overwritten", "truncated"])
-def test_a_source_that_changes_during_the_copy_aborts_it(road: Road, change: Callable[[Path], None], plane: Plane) -> None:
+@pytest.mark.parametrize(
+    "change", [overwrite, lambda path: os.truncate(path, 9 << 20)], ids=["overwritten", "truncated"]
+)
+def test_a_source_that_changes_during_the_copy_aborts_it(
+    road: Road, change: Callable[[Path], None], plane: Plane
+) -> None:
     road.slow()
     acting = road.during(lambda: change(road.checkpoint / "drafter/model.safetensors"))
     with pytest.raises(SourceChanged):
@@ -169,7 +174,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
     tmpfs(small, 40, require_or_skip)
     try:
         road.place = small / "step_1"
-        with pytest.raises(PermanentError, match="the disk is full: .* MB are needed"):
+        with pytest.raises(PermanentError, match=r"the disk is full: .* MB are needed"):
             road.ship()
         road.require_nothing_visible()
         assert journaled(road.place) == 0
@@ -180,8 +185,6 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
 def test_a_disk_that_fills_up_during_the_copy_keeps_what_came_and_writes_no_receipt(
     road: Road, require_or_skip: Callable[[str, str], None], tmp_path: Path
 ) -> None:
-    from dflash.ship.ship import SINK
-
     program = tmp_path / "sink.py"  # as on a filesystem that cannot reserve space
     text = SINK.read_text()
     assert "        call = ctypes.CDLL(None, use_errno=True).fallocate\n" in text
@@ -248,24 +251,25 @@ def test_of_two_copiers_one_copies_and_the_other_waits(road: Road) -> None:
 
 
 def test_a_copier_that_may_not_wait_says_that_another_is_at_work(road: Road) -> None:
-    road.slow()
-    found: list[BaseException] = []
-
-    def second() -> None:
-        try:
-            road.ship(wait=0.0, attempts=1)
-        except TransientError as error:
-            found.append(error)
-
-    acting = road.during(second)
+    road.place.parent.mkdir(parents=True, exist_ok=True)
+    partial = road.place.parent / f".step_1.{content_root(road.checkpoint)}.partial"
+    partial.mkdir()
+    held = os.open(partial, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(TransientError, match="another shipment of the same content"):
+        road.ship(wait=0.0, attempts=1)
+    os.close(held)
     road.ship()
-    acting.join()
-    assert "another shipment" in str(found[0])
+    road.require_arrived()
 
 
 @pytest.mark.parametrize("plane", ["ssh", "paramiko"])
-@pytest.mark.parametrize("pinned", ["", "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIO3Z2Oj8YVRN4QOUsBqPdGvXqZ0bNMyx0u2kRnm1VQ0B"])
-def test_an_unknown_or_changed_host_key_is_refused_without_another_attempt(road: Road, pinned: str, plane: Plane) -> None:
+@pytest.mark.parametrize(
+    "pinned", ["", "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIO3Z2Oj8YVRN4QOUsBqPdGvXqZ0bNMyx0u2kRnm1VQ0B"]
+)
+def test_an_unknown_or_changed_host_key_is_refused_without_another_attempt(
+    road: Road, pinned: str, plane: Plane
+) -> None:
     proxy, server = road.proxies["eval"], road.servers["eval"]
     server.known_hosts.write_text(f"[{proxy.address}]:{proxy.port} {pinned}\n" if pinned else "")
     told: list[str] = []
@@ -282,15 +286,18 @@ def test_a_byte_damaged_on_the_wire_ends_the_connection_and_costs_one_attempt(ro
     road.require_arrived()
 
 
-@pytest.mark.parametrize("side", ["gpu", "eval"])
-def test_a_byte_damaged_where_ssh_cannot_see_it_is_found_and_sent_again(road: Road, tmp_path: Path, side: str) -> None:
+@pytest.mark.parametrize(("side", "mode", "after"), [("eval", "store", HALF), ("gpu", "source", 30)])
+def test_a_byte_damaged_where_ssh_cannot_see_it_is_found_and_sent_again(
+    road: Road, tmp_path: Path, side: str, mode: str, after: int
+) -> None:
+    for host in road.hosts.values():
+        install(host, SINK)
     marker = tmp_path / "flipped"
-    wrap = flipping_wrap(tmp_path, HALF if side == "eval" else 150, marker, "store" if side == "eval" else "source")
-    road.hosts[side] = wrapped(road.hosts[side], wrap)
+    road.hosts[side] = wrapped(road.hosts[side], flipping_wrap(tmp_path, after, marker, mode))
     told: list[str] = []
     assert road.ship(tell=told.append).attempts == 2
     assert marker.exists()
-    if side == "eval":
+    if mode == "store":
         assert "are not those described" in told[0]
     road.require_arrived()
 
