@@ -258,11 +258,18 @@ def rehearse(
     """Try a run's training on this host in minutes: memory, disk, rates, time. Leaves nothing behind."""
     from dflash.base.progress import Progress
     from dflash.base.stage import HostContext
+    from dflash.plan.places import LOCAL, planned_place
     from dflash.runner import quiet_libraries, stage_params
     from dflash.train.train_params import TrainParams
 
     made, planned = _planned(run_name, configfile)
     node = planned.nodes["train"]
+    place = planned_place(made, node)
+    if place != LOCAL:
+        raise PermanentError(
+            f"the training of {run_name} runs on {place}, and a rehearsal is of use only there",
+            remedy=f"Rehearse it on {place} with a checkout and a hosts file that plays `gpu` locally.",
+        )
     params = stage_params(node.stage, node.params, node.placement)
     assert isinstance(params, TrainParams)
     target = node.placement.get("target_path")

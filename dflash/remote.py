@@ -111,6 +111,9 @@ def ask(
             remedy=f"Its last words are above. Does `{host.python(role)}` there have the locked dependencies? "
             f"`dflash doctor --host {host.id}` looks.",
         ) from torn
+    except BaseException:
+        process.kill()  # Ctrl-C: the other side sees the end of our connection, and ends
+        raise
     finally:
         done.set()
         with contextlib.suppress(OSError):

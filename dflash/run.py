@@ -50,7 +50,8 @@ MAX_ROUNDS = 5
 class RunOptions:
     """What the command line says.
 
-    accept_env: why trainings may go on although their probe has drifted. snakemake: further arguments, passed on as they are.
+    accept_env: why trainings may go on although their probe has drifted. detach: in the background.
+    snakemake: further arguments, passed on as they are. causes: of a failure, as stages have left them.
     """
 
     config_files: list[Path] = field(default_factory=list)
@@ -61,6 +62,7 @@ class RunOptions:
     accept_env: str = ""
     detach: bool = False
     snakemake: list[str] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
 
     @property
     def files(self) -> list[Path]:
@@ -100,7 +102,7 @@ def run(options: RunOptions) -> int:
         notifier.tell("finish", f"everything stands: {', '.join(str(run.directory) for run in plan.runs)}")
         print_results(plan)
     elif status < 128:
-        notifier.tell("failure", "the workflow failed; its log names the stage")
+        notifier.tell("failure", "; ".join(options.causes) or "the workflow failed; its log names the stage")
     return status
 
 
@@ -126,7 +128,7 @@ def _run_locked(plan: Plan, options: RunOptions) -> int:
             started = time.time()
             status = run_snakemake(plan, options, descriptor)
             if status != 0:
-                _explain_failure(plan, started)
+                options.causes = _explain_failure(plan, started)
                 return status
             plan = build_plan(load_config(options.files))
             options.snakemake = []
@@ -435,8 +437,9 @@ def _forget_incomplete(plan: Plan, options: RunOptions) -> None:
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _explain_failure(plan: Plan, since: float) -> None:
-    """Names the causes that stages have left behind since a time (seconds of the epoch)."""
+def _explain_failure(plan: Plan, since: float) -> list[str]:
+    """Says and returns the causes that stages have left behind since a time (seconds of the epoch)."""
+    causes = []
     for node in plan.nodes.values():
         for path in sorted(node.directory.glob("failure*.json")):
             if path.stat().st_mtime < since:
@@ -446,7 +449,9 @@ def _explain_failure(plan: Plan, since: float) -> None:
             except DflashError:
                 continue
             if node.missing():
-                say(f"{node.name} {node.key}: {failure.message}")
+                causes.append(f"{node.name} {node.key}: {failure.message}")
+                say(causes[-1])
+    return causes
 
 
 def print_results(plan: Plan) -> None:
