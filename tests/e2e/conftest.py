@@ -26,6 +26,8 @@ from sshd import Sshd, why_not
 from dflash.hosts.lease import holder
 from dflash.plan.code import source_root
 
+PATIENCE = float(os.environ.get("DFLASH_TEST_PATIENCE", "1"))
+"""What every limit of time is multiplied by, for a machine that has other things to do."""
 CODE = ("dflash", "workflow", "profiles", "Snakefile")
 
 
@@ -77,7 +79,7 @@ class Workspace:
             env=self.environment(),
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=timeout * PATIENCE,
             check=False,
             stdin=subprocess.DEVNULL,
         )
@@ -171,7 +173,7 @@ def make_workspace(folder: Path, cache: Path) -> Workspace:
 
 def wait_until(condition: Any, seconds: float = 90, what: str = "") -> Any:
     """Polls until `condition()` is true; fails the test after `seconds`."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * PATIENCE
     while time.monotonic() < deadline:
         found = condition()
         if found:

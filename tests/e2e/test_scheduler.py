@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Workspace  # type: ignore[import-not-found]
+from conftest import PATIENCE, Workspace  # type: ignore[import-not-found]
 from test_spread import contents
 
 from dflash.base.records import last_attempts
@@ -20,7 +20,7 @@ DFLASH_FOREGROUND=1 setsid sh "$1" >>cluster.log 2>&1 </dev/null &
 echo $!
 """
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900 * PATIENCE)
 
 
 def test_the_slurm_profile_plans_the_same_jobs(fresh: Workspace) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Workspace  # type: ignore[import-not-found]
+from conftest import PATIENCE, Workspace  # type: ignore[import-not-found]
 from spread import Spread, copy_spread, make_spread
 from sshd import Sshd
 
 from dflash.base.records import Receipt
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900 * PATIENCE)
 
 
 @pytest.fixture(scope="session")

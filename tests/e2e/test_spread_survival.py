@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Workspace, wait_until  # type: ignore[import-not-found]
+from conftest import PATIENCE, Workspace, wait_until  # type: ignore[import-not-found]
 from spread import Spread, make_spread
 from sshd import Sshd
 from test_survival import LONG, running, snakemakes
@@ -22,7 +22,7 @@ from test_survival import LONG, running, snakemakes
 from dflash.base.records import LeaseRecord, last_attempts
 from dflash.hosts.lease import holder
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900 * PATIENCE)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_controller_goes_and_the_next_run_attaches_to_the_live_trainer(
             os.kill(snakemake, signal.SIGKILL)
         else:
             os.kill(process.pid, number)
-            process.communicate(timeout=30)
+            process.communicate(timeout=30 * PATIENCE)
             assert process.returncode == 128 + number
     after = lease(far)
     assert after is not None
@@ -95,7 +95,7 @@ def test_a_lost_link_is_made_again_and_training_does_not_notice(far: Spread) -> 
         wait_until(lambda: far.servers["trainbox"].children(), what="a waiting connection")
         time.sleep(1.0)
         assert far.servers["trainbox"].kill_children()
-        out, _ = process.communicate(timeout=600)
+        out, _ = process.communicate(timeout=600 * PATIENCE)
         assert process.returncode == 0, out
     assert "the connection to trainbox is lost; trying again" in out
     assert attempts(far) == 1
@@ -108,7 +108,7 @@ def test_a_killed_trainer_is_told_of_with_the_end_of_its_log_and_started_again(
         wait_until(lambda: checkpoint(far, 300), seconds=200, what="first checkpoint")
         (path,) = far.store("trainbox").glob("train/*/attempts/1.json")
         os.kill(json.loads(path.read_text())["trainer_pid"], signal.SIGKILL)
-        out, _ = process.communicate(timeout=600)
+        out, _ = process.communicate(timeout=600 * PATIENCE)
         assert process.returncode == 0, out
     assert "was killed by SIGKILL" in out
     assert "its log ends:" in out
@@ -143,10 +143,10 @@ def test_a_second_clone_waits_in_line_may_not_stop_the_first_and_no_retry_revive
             assert "--force" in refused.stderr
             assert lease(far) is not None
             same.call("stop", "micro", "--force")
-            out, _ = first.communicate(timeout=400)
+            out, _ = first.communicate(timeout=400 * PATIENCE)
             assert first.returncode == 1
             assert "was stopped by" in out
-            said, _ = second.communicate(timeout=600)
+            said, _ = second.communicate(timeout=600 * PATIENCE)
             assert second.returncode == 0, said
     far.call("run", expect=1)
     assert attempts(far) <= 2, "one start for each of the two trainings at most"
@@ -165,7 +165,7 @@ def test_stop_finish_ships_evaluates_and_reports_what_exists(far: Spread) -> Non
     with running(far) as process:
         wait_until(lambda: checkpoint(far, 300), seconds=200, what="first checkpoint")
         os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=30 * PATIENCE)
     far.call("stop", "micro", "--finish")
     assert lease(far) is None
     far.call("run")
@@ -183,7 +183,7 @@ def test_checkpoint_now_works_on_a_training_elsewhere(far: Spread) -> None:
         assert checkpoint(far, step)
         assert (far.train_directory() / f"step_{step}/manifest.json").exists()
         os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=30 * PATIENCE)
 
 
 def test_a_detached_run_survives_its_terminal_and_the_next_run_looks_in(far: Workspace) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Workspace  # type: ignore[import-not-found]
+from conftest import PATIENCE, Workspace  # type: ignore[import-not-found]
 from spread import Spread, make_spread
 from sshd import start_sshd, why_not
 from test_spread import contents, hosts_of
@@ -23,7 +23,7 @@ echo "$1" >>"$(dirname "$0")/pct.log"
 exec "$@"
 """
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900 * PATIENCE)
 
 
 def ip(*words: str) -> None:

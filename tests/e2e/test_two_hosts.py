@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Workspace  # type: ignore[import-not-found]
+from conftest import PATIENCE, Workspace  # type: ignore[import-not-found]
 from sshd import all_processes, environment_of
 
 from dflash.plan.code import source_root
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900 * PATIENCE)
 
 
 def test_the_demo_over_two_hosts_leaves_results_and_nothing_else(fresh: Workspace, tmp_path: Path) -> None:
