@@ -66,6 +66,10 @@ class LinkLost(TransientError):
     """The connection broke, or the process there was killed: from here they look the same."""
 
 
+class Unreachable(LinkLost):
+    """There was no connection at all."""
+
+
 # ---------------------------------------------------------------- one question to a host
 
 
@@ -87,9 +91,13 @@ def ask(
         The answer's document and its files. `error` in the document is None, or what `raise_error` raises.
 
     Raises:
-        LinkLost: no answer came and the connection is gone. PermanentError: the other side ended without an answer.
+        Unreachable: no connection. LinkLost: no answer came and the connection is gone.
+        PermanentError: the other side ended without an answer.
     """
-    code = send_code(host)
+    try:
+        code = send_code(host)
+    except TransientError as error:
+        raise Unreachable(error.what, where=error.where, remedy=error.remedy) from error
     argv = ["env", f"PYTHONPATH={code}", "PYTHONDONTWRITEBYTECODE=1", host.python(role), "-m", "dflash.there"]
     process = subprocess.Popen(
         host.command([*argv, str(host.workdir)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
@@ -172,6 +180,8 @@ def persist(host: Host, say: Callable[[str], None], attempt: Callable[[], T], li
         try:
             return attempt()
         except LinkLost as lost:
+            if count == 1 and isinstance(lost, Unreachable):
+                raise  # nobody waits for a host that has not answered once
             if time.monotonic() - started > LIVED:
                 last_heard = time.monotonic()
             if limit is not None and count >= limit:
