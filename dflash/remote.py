@@ -29,10 +29,8 @@ from dflash.base.files import sha256_file
 from dflash.base.progress import Progress
 from dflash.base.records import ParamsFile, Receipt
 from dflash.base.store import (
-    STEPWISE_RECEIPTS,
     read_params,
     receipt_path,
-    shipped_directory,
     stage_directory,
     stays_there,
 )
@@ -40,7 +38,7 @@ from dflash.hosts.code import send_code
 from dflash.hosts.host import Host
 from dflash.hosts.inventory import load_inventory
 from dflash.hosts.lease import CLONE, USER, clone_name, user_name
-from dflash.runner import INVOCATION, Job
+from dflash.runner import INVOCATION, Job, beside_copies
 from dflash.stages import BY_NAME
 
 STORE = PurePosixPath("results/store")
@@ -229,7 +227,8 @@ def run_there(job: Job) -> Receipt:
     role = job.stage.role
     document = read_params(job.directory)
     placement, external = _placement(job)
-    files = {**params_closure(job.store, document), **_upstream_receipts(job, document), **external}
+    beside = {str(STORE / name): content for name, content in beside_copies(job, document).items()}
+    files = {**params_closure(job.store, document), **beside, **external}
     request = {
         "do": "stage",
         "stage": job.stage.name,
@@ -271,20 +270,6 @@ def params_closure(store: Path, document: ParamsFile) -> dict[str, bytes]:
             read_params(stage_directory(store, upstream.split("/", 1)[0], key))
             for upstream, key in params.upstream.items()
         ]
-    return found
-
-
-def _upstream_receipts(job: Job, document: ParamsFile) -> dict[str, bytes]:
-    """Receipts of the inputs that were shipped there, and the probe under which a shipped checkpoint was trained."""
-    found = {}
-    for name in job.placement.get("shipped", []):
-        stage, key = name.split("/", 1)[0], document.upstream[name]
-        directory, folder = stage_directory(job.store, stage, key), shipped_directory(Path(STORE), stage, key)
-        step = job.step if stage in STEPWISE_RECEIPTS else None
-        found[str(receipt_path(folder, stage, step))] = receipt_path(directory, stage, step).read_bytes()
-        probe = directory / "probe.safetensors"
-        if stage == "train" and probe.exists():
-            found[str(folder / probe.name)] = probe.read_bytes()
     return found
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dflash import bundle
 from dflash.base.environment import collect, store_environment
 from dflash.base.errors import CorruptError, DflashError, PermanentError
 from dflash.base.files import DigestCache, append_line, fsync_directory, locked, sha256_file, write_json
@@ -38,6 +39,8 @@ from dflash.base.store import (
     read_params,
     receipt_path,
     shipped_artifact,
+    shipped_directory,
+    stage_directory,
     stays_there,
 )
 from dflash.ship.receipt import require_receipt
@@ -149,6 +152,21 @@ def _run_locked(job: Job) -> Receipt:
     receipt.write(job.receipt)
     job.failure.unlink(missing_ok=True)
     return receipt
+
+
+def beside_copies(job: Job, document: ParamsFile) -> dict[str, bytes]:
+    """What must lie beside the shipped inputs of a job, by path in a store: their receipts, and the probe under which a
+    shipped checkpoint was trained. Read where the controller keeps them."""
+    found = {}
+    for name in job.placement.get("shipped", []):
+        stage, key = name.split("/", 1)[0], document.upstream[name]
+        directory, folder = stage_directory(job.store, stage, key), shipped_directory(Path(), stage, key)
+        step = job.step if stage in STEPWISE_RECEIPTS else None
+        found[str(receipt_path(folder, stage, step))] = receipt_path(directory, stage, step).read_bytes()
+        probe = directory / "probe.safetensors"
+        if stage == "train" and probe.exists():
+            found[str(folder / probe.name)] = probe.read_bytes()
+    return found
 
 
 def stage_params(stage: Stage, document: ParamsFile, placement: Mapping[str, Any]) -> Params:
@@ -410,5 +428,7 @@ def main_stage(name: str, params: Path, store: Path, step: int | None, placement
 
             run_job(job, run_there)
         else:
+            if placement.get("shipped"):
+                bundle.place(beside_copies(job, read_params(job.directory)), job.store)
             run_job(job)
         _say_how_far(job)

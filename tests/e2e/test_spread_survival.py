@@ -20,7 +20,10 @@ from sshd import Sshd
 from test_survival import LONG, running, snakemakes
 
 from dflash.base.records import LeaseRecord, last_attempts
+from dflash.base.store import load_inputs, read_params
+from dflash.data.batches import load_train_samples
 from dflash.hosts.lease import holder
+from dflash.train.trainer import batch_plan
 
 pytestmark = pytest.mark.timeout(900 * PATIENCE)
 
@@ -53,22 +56,18 @@ def batch_ids(folder: Path) -> dict[int, list[str]]:
     return {line.step: line.batch_ids for line in last_attempts(path)}
 
 
-@pytest.fixture(scope="session")
-def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory, cache: Path, servers: dict[str, Sshd]
-) -> dict[int, list[str]]:
-    """The batch ids of the same training, left alone on its host."""
-    space = make_spread(tmp_path_factory.mktemp("undisturbed") / "work", cache, servers)
-    space.write_config(train=LONG)
-    space.write_hosts(eval="local")
-    space.call("run")
-    return batch_ids(space.store("trainbox"))
+def undisturbed(space: Spread) -> dict[int, list[str]]:
+    """The batches that the dataset and the batching params give to each step; `test_survival` proves that an undisturbed
+    training takes just these."""
+    inputs = load_inputs(read_params(space.train_directory()), space.results / "store")
+    samples = load_train_samples(inputs.one("dataset").directory)
+    plan = batch_plan(samples, inputs.one("dataset"), inputs.one("buckets"))
+    steps = range(1, LONG["schedule_steps"] + 1)
+    return {step: [batch.batch_id for batch in plan.step(step - 1)] for step in steps}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "sigterm", "kill-9"])
-def test_the_controller_goes_and_the_next_run_attaches_to_the_live_trainer(
-    far: Spread, undisturbed: dict[int, list[str]], number: signal.Signals
-) -> None:
+def test_the_controller_goes_and_the_next_run_attaches_to_the_live_trainer(far: Spread, number: signal.Signals) -> None:
     with running(far) as process:
         wait_until(lambda: checkpoint(far, 300), seconds=200, what="first checkpoint")
         before = lease(far)
@@ -86,7 +85,7 @@ def test_the_controller_goes_and_the_next_run_attaches_to_the_live_trainer(
     assert (after.pid, after.start) == (before.pid, before.start)
     far.call("run")
     assert attempts(far) == 1
-    assert batch_ids(far.results / "store") == batch_ids(far.store("trainbox")) == undisturbed
+    assert batch_ids(far.results / "store") == batch_ids(far.store("trainbox")) == undisturbed(far)
 
 
 def test_a_lost_link_is_made_again_and_training_does_not_notice(far: Spread) -> None:
@@ -101,9 +100,7 @@ def test_a_lost_link_is_made_again_and_training_does_not_notice(far: Spread) -> 
     assert attempts(far) == 1
 
 
-def test_a_killed_trainer_is_told_of_with_the_end_of_its_log_and_started_again(
-    far: Spread, undisturbed: dict[int, list[str]]
-) -> None:
+def test_a_killed_trainer_is_told_of_with_the_end_of_its_log_and_started_again(far: Spread) -> None:
     with running(far) as process:
         wait_until(lambda: checkpoint(far, 300), seconds=200, what="first checkpoint")
         (path,) = far.store("trainbox").glob("train/*/attempts/1.json")
@@ -114,7 +111,7 @@ def test_a_killed_trainer_is_told_of_with_the_end_of_its_log_and_started_again(
     assert "its log ends:" in out
     assert "trainbox:" in out
     assert attempts(far) == 2
-    assert batch_ids(far.results / "store") == undisturbed
+    assert batch_ids(far.results / "store") == undisturbed(far)
 
 
 def second_clone(far: Spread, name: str) -> Spread:
