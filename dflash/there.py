@@ -43,7 +43,6 @@ TRAINING_FILES = (
     "schedule.json",
     "resolved.json",
     "probe.safetensors",
-    "probe.json",
 )
 """What reports and inspections read of a training beside its checkpoints."""
 
@@ -124,8 +123,6 @@ def _what_comes_back(job: Job, receipt: Receipt) -> list[Path]:
     paths.append(job.store / "environments" / f"{receipt.environment}.json")
     if job.stage.name == "train" and job.step is not None:
         paths += [checkpoint_directory(job.directory, job.step) / "manifest.json", *_training_files(job)]
-    if job.stage.name == "references":
-        paths.append(job.directory / "probe.safetensors")
     return [*paths, job.receipt]
 
 
