@@ -29,9 +29,11 @@ pytestmark = pytest.mark.timeout(900 * PATIENCE)
 
 
 @pytest.fixture
-def far(tmp_path: Path, cache: Path, servers: dict[str, Sshd]) -> Iterator[Spread]:
-    """A long training on another host, not yet begun; judged on the controller."""
-    space = make_spread(tmp_path / "all" / "work", cache, servers)
+def far(tmp_path: Path, servers: dict[str, Sshd], finished_run: Workspace) -> Iterator[Spread]:
+    """A long training on another host, not yet begun; judged on the controller. What comes before it stands already."""
+    space = make_spread(tmp_path / "all" / "work", finished_run.cache, servers)
+    for stage in ("prompts", "completions", "dataset", "buckets", "references", "environments"):
+        shutil.copytree(finished_run.results / "store" / stage, space.results / "store" / stage)
     space.write_config(train=LONG)
     space.write_hosts(eval="local")
     yield space
