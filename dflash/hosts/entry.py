@@ -53,7 +53,7 @@ class HostEntry(BaseModel):
         kind: `local` (this machine) or `ssh`.
         jump: hosts to go through, nearest first: ids of this file, or `user@address:port` (same key and known_hosts as here).
         key_file, known_hosts: relative to the hosts file. known_hosts is `known_hosts` beside the hosts file when left out.
-        workdir: absolute folder there that code, environments and results go to.
+        workdir: absolute folder there that code, environments and results go to; without a colon.
         python: the interpreter of all roles, or one for each role; the environment of `dflash hosts setup` when left out.
         wrap: what every command begins with there, for instance `[pct, exec, "200", --]` for a container without an sshd.
         device: cpu, cuda or cuda:N.
@@ -85,6 +85,8 @@ class HostEntry(BaseModel):
     def _absolute(cls, value: Path | None) -> Path | None:
         if value is not None and not value.is_absolute():
             raise ValueError("is not an absolute path")
+        if value is not None and ":" in str(value):
+            raise ValueError("a colon would end it in PYTHONPATH")
         return value
 
     @field_validator("python")

@@ -6,17 +6,20 @@ second when everything is there.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from pathlib import Path
 
 from dflash.base.errors import PermanentError
 from dflash.base.progress import Progress
 from dflash.hosts.code import send_code
-from dflash.hosts.environment_path import LOCK, environment_folder, environment_python
+from dflash.hosts.environment_path import LOCK, environment_folder, environment_python, lock_file
 from dflash.hosts.host import Host, named_python
 
 NEEDED = (3, 11)
 COMMAND_TIMEOUT = 60.0
+SHOWN = ("the environment", "an environment", "somebody else", "python ", "pip install ", "ERROR")
+"""How lines begin that a person wants to see; pip says much more."""
 PROBE = "import sys, venv, ensurepip; print(*sys.version_info[:3])"
 
 
@@ -33,10 +36,10 @@ def set_up(host: Host, *, first: str = "", also: str = "", python: str = "", loc
         PermanentError: no python there that will do, or pip failed; ends with what it said. TransientError: the connection
             failed.
     """
-    say = Progress(f"setup: {host.id}").say
     base = python or named_python(host.entry, "gpu") or "python3"
     require_python(host, base)
-    say("sending the code")
+    progress = Progress(f"setup: {host.id}")
+    progress.say("sending the code")
     code = send_code(host)
     lock_there = code / LOCK
     if lock is not None:
@@ -45,11 +48,17 @@ def set_up(host: Host, *, first: str = "", also: str = "", python: str = "", loc
     folder = environment_folder(host.workdir)
     argv = [base, str(code / "dflash" / "hosts" / "install.py"), "--folder", str(folder), "--lock", str(lock_there)]
     last: deque[str] = deque(maxlen=8)
+    packages = sum(line[:1].isalnum() for line in (lock or lock_file()).read_text().splitlines())
+    found = itertools.count(1)
 
     def tell(line: str) -> None:
         last.append(line)
-        if not line.startswith(("Requirement already", "  Downloading", "  Using cached")):
-            say(line)
+        if line.startswith(("Collecting ", "Processing ")):
+            progress.update(min(next(found), packages), packages, "packages found")
+        elif line.startswith("Installing collected"):
+            progress.say("installing them")
+        elif line.startswith(SHOWN):
+            progress.say(line)
 
     done = host.follow([*argv, f"--first={first}", f"--also={also}"], tell)
     if done.status:

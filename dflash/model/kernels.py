@@ -69,7 +69,7 @@ class BoundKernels:
         return asdict(self)
 
 
-def modelling_module(model: nn.Module) -> ModuleType | None:
+def _modelling_module(model: nn.Module) -> ModuleType | None:
     """The transformers module that holds the model's gated-delta-rule layers; None for a dense model."""
     for module in model.modules():
         if type(module).__name__.endswith("GatedDeltaNet"):
@@ -109,7 +109,7 @@ def bound_kernels(model: nn.Module) -> BoundKernels:
         PermanentError: transformers keeps its functions under names unknown here.
     """
     attention = str(getattr(model.config, "_attn_implementation", "unknown"))
-    source = modelling_module(model)
+    source = _modelling_module(model)
     if source is None:
         return BoundKernels(NONE_NEEDED, {}, "chunked", attention)
     functions = {ours: _qualified(_implementation(getattr(source, theirs))) for ours, theirs in FUNCTIONS.items()}
@@ -149,7 +149,7 @@ def force_reference(model: nn.Module, form: str = "chunked") -> None:
     """
     if form not in FORMS:
         raise ConfigError(f"form {form!r} of the delta rule is unknown", remedy=f"Choose one of {list(FORMS)}.")
-    source = modelling_module(model)
+    source = _modelling_module(model)
     if source is None:
         return
     originals: dict[str, Callable[..., Any]] = source.__dict__.setdefault(

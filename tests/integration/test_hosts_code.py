@@ -19,10 +19,12 @@ from dflash.hosts.host import Finished, Host, LocalHost
 from dflash.hosts.inventory import load_inventory
 from dflash.hosts.ssh import SshHost
 
+AWKWARD = "a b'c\"d\n$e;f -g\\ %h é*"
+
 
 @pytest.fixture
 def host(tmp_path: Path, sshd: Sshd) -> SshHost:
-    (tmp_path / "hosts.yaml").write_text(yaml.safe_dump({"hosts": {"box": sshd.host_entry(tmp_path / "a work'dir")}}))
+    (tmp_path / "hosts.yaml").write_text(yaml.safe_dump({"hosts": {"box": sshd.host_entry(tmp_path / AWKWARD / "-w")}}))
     found = load_inventory(tmp_path / "hosts.yaml").get("box")
     assert isinstance(found, SshHost)
     return found

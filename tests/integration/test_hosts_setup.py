@@ -73,6 +73,8 @@ def test_it_is_made_once_with_what_comes_first_and_last(
     assert host.run([str(python), "-c", program]).stdout.split() == [b"2.13.0+cpu", b"1.0", b"3.0"]
     said = capfd.readouterr().err
     assert "setup: box: pip install torch==2.13.0+cpu" in said, "progress is shown as it comes"
+    assert "setup: box: installing them" in said
+    assert "Processing" not in said, "pip's own words fill screens"
 
     before = python.parent.parent.joinpath("ready.json").stat().st_mtime_ns
     assert set_up(host, first="torch==2.13.0+cpu", also="kernel", python=sys.executable, lock=lock) == python

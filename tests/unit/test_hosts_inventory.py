@@ -160,6 +160,7 @@ def test_keys_are_offered_only_as_configured(tmp_path: Path) -> None:
             "`hosts.a.port: 70000`: .* from 1 to 65535",
         ),
         ("hosts:\n  a:\n    kind: local\n    workdir: here", 4, "`hosts.a.workdir: here`: is not an absolute path"),
+        ("hosts:\n  a:\n    kind: local\n    workdir: /a:b", 4, "`hosts.a.workdir: /a:b`: a colon"),
         ("hosts:\n  a:\n    kind: local\n    device: tpu", 4, "`hosts.a.device: tpu`: .* cpu, cuda or cuda:N"),
         ("hosts:\n  a:\n    kind: local\n    python: {gpus: x}", 4, "unknown role gpus"),
         ("hosts:\n  a:\n    kind: local\n    wrap: pct exec", 4, "a list of words in quotes"),
