@@ -480,12 +480,20 @@ class Frames:
             self._last = time.monotonic()
 
 
+def zstd(options: List[str], data: bytes) -> bytes:
+    """Runs the zstd program, which python of this age does not bring along."""
+    try:
+        return subprocess.run(["zstd", "-q", "-c", *options], input=data, stdout=subprocess.PIPE, check=True).stdout
+    except FileNotFoundError:
+        raise Failure("permanent", "there is no program `zstd`", "", "Install it, or compress by zlib.") from None
+
+
 def pack(coding: int, data: bytes) -> Tuple[int, bytes]:
     """The data as it goes over the wire: left as it is when packing gains nothing."""
     if coding == ZLIB:
         packed = zlib.compress(data, 1)
     elif coding == ZSTD:
-        packed = subprocess.run(["zstd", "-q", "-1", "-c"], input=data, stdout=subprocess.PIPE, check=True).stdout
+        packed = zstd(["-1"], data)
     else:
         return PLAIN, data
     return (coding, packed) if len(packed) < len(data) else (PLAIN, data)
@@ -496,8 +504,7 @@ def unpack(coding: int, data: bytes) -> bytes:
     if coding == ZLIB:
         return zlib.decompressobj().decompress(data, CHUNK + 1)
     if coding == ZSTD:
-        done = subprocess.run(["zstd", "-q", "-d", "-c"], input=data, stdout=subprocess.PIPE, check=True)
-        return done.stdout[: CHUNK + 1]
+        return zstd(["-d"], data)[: CHUNK + 1]
     return data
 
 
@@ -529,8 +536,12 @@ def send_main() -> None:
             else:
                 used, data = pack(coding, os.pread(stream, chunk.length, chunk.offset))
                 frames.write(DATA, used, chunk.number, bytes.fromhex(chunk.digest), data)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        fields = {"kind": "changed", "what": "the source was removed while it was copied", "where": str(error.filename)}
+    except (FileNotFoundError, NotADirectoryError, Failure) as error:
+        if isinstance(error, Failure):
+            fields = error.fields
+        else:
+            what = "the source was removed while it was copied"
+            fields = {"kind": "changed", "what": what, "where": str(error.filename)}
         frames.write(FAILED, PLAIN, 0, b"", json.dumps(fields).encode())
         sys.exit(4)
     frames.write(END, PLAIN, len(chunks), b"", b"")
@@ -578,11 +589,14 @@ class Input:
         return held
 
     def line(self) -> bytes:
-        """Up to the next newline."""
-        held = bytearray()
-        while held[-1:] != b"\n":
-            held += self.exactly(1)
-        return bytes(held[:-1]) or self.line()
+        """The next line that is not empty: empty ones are signs of life."""
+        held = b""
+        while True:
+            byte = bytes(self.exactly(1))
+            if byte != b"\n":
+                held += byte
+            elif held:
+                return held
 
 
 class Writer:
