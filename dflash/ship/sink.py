@@ -606,6 +606,8 @@ class Writer:
         self.base = os.path.join(partial, "data")
         self.voice = voice
         self._folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        # Held until this process ends: see Destination._wait_for_stores.
+        fcntl.flock(os.open(os.path.join(partial, "stores"), os.O_RDONLY), fcntl.LOCK_SH)
         self._journal = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._changed = threading.Condition()
         self._written = []  # type: List[Tuple[Chunk, int]]
@@ -830,6 +832,7 @@ class Destination:
         if self._skipped():
             shutil.rmtree(self.partial, ignore_errors=True)
             return
+        self._wait_for_stores()
         self._look_in_place()
         verified = set() if self.in_place else self._resume()
         missing = [] if self.in_place else [chunk for chunk in self.chunks if chunk.number not in verified]
@@ -843,6 +846,19 @@ class Destination:
         if time.monotonic() > self.deadline:
             raise Failure("transient", "another shipment of the same content is still at work", self.path)
         time.sleep(0.1)
+
+    def _wait_for_stores(self) -> None:
+        """Lets streams of an attempt that was cut off write down what they have: what is journaled is not sent again."""
+        descriptor = os.open(os.path.join(self.partial, "stores"), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    self._wait_for_other()
+        finally:
+            os.close(descriptor)
 
     def _receipt(self) -> Optional[Dict[str, Any]]:
         try:
@@ -879,7 +895,8 @@ class Destination:
         if self._content_is_root():
             self.in_place = True
         elif self._receipt() is None:
-            os.rmdir(self.partial) if not os.listdir(self.partial) else None
+            if os.listdir(self.partial) == ["stores"]:
+                shutil.rmtree(self.partial)
             raise Failure(
                 "permanent",
                 "something else is there that no shipment brought",
