@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import queue
 import select
@@ -224,13 +225,6 @@ class Peer:
         """What to say when it ended before its work did. A refused host key or login is permanent; the host knows."""
         return ended(self.process, self.host, self._argv, f"{self.name} end", why)
 
-    def end(self) -> None:
-        """Lets it tidy up for a moment, then ends it."""
-        with contextlib.suppress(OSError, DflashError):
-            self.process.close_stdin()
-        if self.process.wait(GOODBYE) is None:
-            self.process.kill()
-
 
 Inbox = queue.Queue[tuple[Peer, dict[str, Any]]]
 
@@ -267,6 +261,7 @@ class ChannelProcess(Beating):
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
+        logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # what it has to say comes as errors, too
         self._channel = channel
 
     def read(self) -> bytes:
@@ -320,8 +315,12 @@ class Stream:
             self.send = start(*source, plane)
             self.store = Peer("store", *destination, self.send, inbox)
         elif plane == "paramiko" and any(isinstance(host, SshHost) for host in (source[0], destination[0])):
-            self.store = Peer("store", *destination, start(*destination, plane), inbox)
             self.send = start(*source, plane)
+            try:
+                self.store = Peer("store", *destination, start(*destination, plane), inbox)
+            except DflashError:
+                self.send.kill()
+                raise
         else:
             self._join(destination, inbox)
 
@@ -331,8 +330,11 @@ class Stream:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self._writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
             host, argv = destination
-            self.store = Peer("store", host, argv, SystemProcess(host.command(argv), stdin=reading), inbox)
             self.send = SystemProcess(self._source[0].command(self._source[1]), stdout=self._writing)
+            self.store = Peer("store", host, argv, SystemProcess(host.command(argv), stdin=reading), inbox)
+        except DflashError:
+            self._let_go()
+            raise
         finally:
             os.close(reading)
 
@@ -393,12 +395,21 @@ class Stream:
             return None
         return ended(self.send, *self._source, "sending end")
 
-    def end(self) -> None:
-        """Ends both processes."""
+    def stop_sending(self) -> None:
+        """Ends `send`; `store` journals what it has and ends by itself."""
         self.store.finished = True
         self._let_go()
         self.send.kill()
-        if self.store.process is not self.send:
-            if self.begun:
-                self.store.process.wait(GOODBYE)  # it journals what it has
-            self.store.process.kill()
+
+
+def end_all(peers: Sequence[Peer], streams: Sequence[Stream]) -> None:
+    """Lets every far end tidy up for a moment, all at once, then ends what is left."""
+    for stream in streams:
+        stream.stop_sending()
+    for peer in peers:
+        with contextlib.suppress(OSError, DflashError):
+            peer.process.close_stdin()
+    deadline = time.monotonic() + GOODBYE
+    for process in (*(stream.store.process for stream in streams), *(peer.process for peer in peers)):
+        process.wait(max(0.0, deadline - time.monotonic()))
+        process.kill()

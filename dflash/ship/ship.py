@@ -29,7 +29,7 @@ from dflash.base.records import Artifact, ArtifactFile, ShipmentReceipt, now
 from dflash.hosts.host import Host, LocalHost
 from dflash.ship import sink
 from dflash.ship.artifact import root_digest
-from dflash.ship.planes import Inbox, Peer, Plane, ProgramMissing, Stream, start
+from dflash.ship.planes import Inbox, Peer, Plane, ProgramMissing, Stream, end_all, start
 
 What = Literal["drafter", "full"]
 Route = Literal["relay", "direct"]
@@ -244,10 +244,7 @@ class _Attempt:
         finally:
             self._over.set()
             self.tally.sent += self._received()
-            for stream in self.streams:
-                stream.end()
-            for peer in self.peers:
-                peer.end()
+            end_all(self.peers, self.streams)
 
     def _received(self) -> int:
         return sum(stream.store.received for stream in self.streams if stream.begun)
@@ -348,7 +345,7 @@ class _Attempt:
         """Why a transfer failed: because the source is not what it was, because `send` died, or as it seemed."""
         try:
             near.ask(do="restat")
-            deadline = time.monotonic() + 3
+            deadline = time.monotonic() + 2
             while time.monotonic() < deadline:
                 with contextlib.suppress(queue.Empty):
                     sender, message = self.inbox.get(timeout=0.25)

@@ -480,12 +480,20 @@ class Frames:
             self._last = time.monotonic()
 
 
+def zstd(options: List[str], data: bytes) -> bytes:
+    """Runs the zstd program, which python of this age does not bring along."""
+    try:
+        return subprocess.run(["zstd", "-q", "-c", *options], input=data, stdout=subprocess.PIPE, check=True).stdout
+    except FileNotFoundError:
+        raise Failure("permanent", "there is no program `zstd`", "", "Install it, or compress by zlib.") from None
+
+
 def pack(coding: int, data: bytes) -> Tuple[int, bytes]:
     """The data as it goes over the wire: left as it is when packing gains nothing."""
     if coding == ZLIB:
         packed = zlib.compress(data, 1)
     elif coding == ZSTD:
-        packed = subprocess.run(["zstd", "-q", "-1", "-c"], input=data, stdout=subprocess.PIPE, check=True).stdout
+        packed = zstd(["-1"], data)
     else:
         return PLAIN, data
     return (coding, packed) if len(packed) < len(data) else (PLAIN, data)
@@ -496,8 +504,7 @@ def unpack(coding: int, data: bytes) -> bytes:
     if coding == ZLIB:
         return zlib.decompressobj().decompress(data, CHUNK + 1)
     if coding == ZSTD:
-        done = subprocess.run(["zstd", "-q", "-d", "-c"], input=data, stdout=subprocess.PIPE, check=True)
-        return done.stdout[: CHUNK + 1]
+        return zstd(["-d"], data)[: CHUNK + 1]
     return data
 
 
@@ -529,8 +536,12 @@ def send_main() -> None:
             else:
                 used, data = pack(coding, os.pread(stream, chunk.length, chunk.offset))
                 frames.write(DATA, used, chunk.number, bytes.fromhex(chunk.digest), data)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        fields = {"kind": "changed", "what": "the source was removed while it was copied", "where": str(error.filename)}
+    except (FileNotFoundError, NotADirectoryError, Failure) as error:
+        if isinstance(error, Failure):
+            fields = error.fields
+        else:
+            what = "the source was removed while it was copied"
+            fields = {"kind": "changed", "what": what, "where": str(error.filename)}
         frames.write(FAILED, PLAIN, 0, b"", json.dumps(fields).encode())
         sys.exit(4)
     frames.write(END, PLAIN, len(chunks), b"", b"")
@@ -578,11 +589,14 @@ class Input:
         return held
 
     def line(self) -> bytes:
-        """Up to the next newline."""
-        held = bytearray()
-        while held[-1:] != b"\n":
-            held += self.exactly(1)
-        return bytes(held[:-1]) or self.line()
+        """The next line that is not empty: empty ones are signs of life."""
+        held = b""
+        while True:
+            byte = bytes(self.exactly(1))
+            if byte != b"\n":
+                held += byte
+            elif held:
+                return held
 
 
 class Writer:
@@ -592,6 +606,8 @@ class Writer:
         self.base = os.path.join(partial, "data")
         self.voice = voice
         self._folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        # Held until this process ends: see Destination._wait_for_stores.
+        fcntl.flock(os.open(os.path.join(partial, "stores"), os.O_RDONLY), fcntl.LOCK_SH)
         self._journal = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._changed = threading.Condition()
         self._written = []  # type: List[Tuple[Chunk, int]]
@@ -816,6 +832,7 @@ class Destination:
         if self._skipped():
             shutil.rmtree(self.partial, ignore_errors=True)
             return
+        self._wait_for_stores()
         self._look_in_place()
         verified = set() if self.in_place else self._resume()
         missing = [] if self.in_place else [chunk for chunk in self.chunks if chunk.number not in verified]
@@ -829,6 +846,19 @@ class Destination:
         if time.monotonic() > self.deadline:
             raise Failure("transient", "another shipment of the same content is still at work", self.path)
         time.sleep(0.1)
+
+    def _wait_for_stores(self) -> None:
+        """Lets streams of an attempt that was cut off write down what they have: what is journaled is not sent again."""
+        descriptor = os.open(os.path.join(self.partial, "stores"), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    self._wait_for_other()
+        finally:
+            os.close(descriptor)
 
     def _receipt(self) -> Optional[Dict[str, Any]]:
         try:
@@ -865,7 +895,8 @@ class Destination:
         if self._content_is_root():
             self.in_place = True
         elif self._receipt() is None:
-            os.rmdir(self.partial) if not os.listdir(self.partial) else None
+            if os.listdir(self.partial) == ["stores"]:
+                shutil.rmtree(self.partial)
             raise Failure(
                 "permanent",
                 "something else is there that no shipment brought",

@@ -161,7 +161,7 @@ class Soak:
             "plane": plane,
             "streams": self.random.choice([1, 1, 2]),
             "program": self.unreserving if kind == "disk_full" else self.program,
-            "idle": 5.0 if kind == "blackhole" else 12.0,
+            "idle": 8.0 if kind == "blackhole" else 12.0,
         }
         before = content(source)
         strike = self.random.randrange(2 * MEGABYTE, SIZE * 3 // 5)
@@ -222,6 +222,8 @@ class Soak:
 
     def _calm(self, kind: str) -> None:
         """A good network again, and room."""
+        for proxy in self.proxies.values():
+            proxy.disarm()
         if kind == "blackhole":
             for proxy in self.proxies.values():
                 proxy.drop()

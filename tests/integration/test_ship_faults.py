@@ -44,17 +44,15 @@ class Road:
         """Ships the checkpoint."""
         return ship(self.hosts["gpu"], self.checkpoint, self.hosts["eval"], self.place, **options)  # type: ignore[arg-type]
 
-    def slow(self) -> None:
-        """A round trip that makes the copy last about a second."""
-        for proxy in self.proxies.values():
-            proxy.delay(20)
-
     def during(self, act: Callable[[], object]) -> threading.Thread:
-        """Does something as soon as some chunks, but not all, have arrived."""
+        """Does something when two chunks have passed to the destination; the network stands still meanwhile."""
+        proxy = self.proxies["eval"]
+        proxy.arm("blackhole", after=HALF)
 
         def wait_and_act() -> None:
-            if waiting_until(lambda: journaled(self.place) > 0) and not self.place.exists():
+            if waiting_until(lambda: proxy.counts()["fired"] > 0, 60):
                 act()
+            proxy.restore()
 
         thread = threading.Thread(target=wait_and_act)
         thread.start()
@@ -83,7 +81,6 @@ def road(tmp_path: Path, start_server: Callable[..., Sshd]) -> Iterator[Road]:
 @pytest.mark.parametrize("plane", ["ssh", "paramiko"])
 @pytest.mark.parametrize("side", ["gpu", "eval"])
 def test_a_killed_sshd_child_fails_the_copy_and_the_next_one_resumes(road: Road, side: str, plane: Plane) -> None:
-    road.slow()
     kill = road.during(road.servers[side].kill_children)
     with pytest.raises(TransientError):
         road.ship(attempts=1, plane=plane)
@@ -130,7 +127,6 @@ def overwrite(path: Path) -> None:
 def test_a_source_that_changes_during_the_copy_aborts_it(
     road: Road, change: Callable[[Path], None], plane: Plane
 ) -> None:
-    road.slow()
     acting = road.during(lambda: change(road.checkpoint / "drafter/model.safetensors"))
     with pytest.raises(SourceChanged):
         road.ship(plane=plane)
@@ -139,7 +135,6 @@ def test_a_source_that_changes_during_the_copy_aborts_it(
 
 
 def test_a_source_that_gains_a_file_during_the_copy_aborts_it(road: Road) -> None:
-    road.slow()
     acting = road.during(lambda: (road.checkpoint / "late.txt").write_text("?"))
     with pytest.raises(SourceChanged, match=r"late\.txt"):
         road.ship()
@@ -148,7 +143,6 @@ def test_a_source_that_gains_a_file_during_the_copy_aborts_it(road: Road) -> Non
 
 
 def test_a_source_removed_by_retention_during_the_copy_arrives_from_the_pin(road: Road) -> None:
-    road.slow()
     wanted = content(road.checkpoint)
     acting = road.during(lambda: shutil.rmtree(road.checkpoint))
     receipt = road.ship(attempts=1)
@@ -193,8 +187,7 @@ def test_a_disk_that_fills_up_during_the_copy_keeps_what_came_and_writes_no_rece
     tmpfs(small, 120, require_or_skip)
     try:
         road.place = small / "step_1"
-        road.slow()
-        filling = road.during(lambda: fill(small / "other"))
+            filling = road.during(lambda: fill(small / "other"))
         with pytest.raises(PermanentError, match="the disk is full"):
             road.ship(program=program)
         filling.join()
@@ -227,7 +220,6 @@ ship(hosts["gpu"], source, hosts["eval"], place)
 def test_after_a_kill_9_of_the_controller_the_next_run_resumes(road: Road, tmp_path: Path) -> None:
     import pickle
 
-    road.slow()
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER], stdin=subprocess.PIPE)
     killing = road.during(controller.kill)
     controller.communicate(pickle.dumps((road.hosts, road.checkpoint, road.place)))
@@ -240,7 +232,6 @@ def test_after_a_kill_9_of_the_controller_the_next_run_resumes(road: Road, tmp_p
 
 
 def test_of_two_copiers_one_copies_and_the_other_waits(road: Road) -> None:
-    road.slow()
     receipts: list[ShipmentReceipt] = []
     copiers = [threading.Thread(target=lambda: receipts.append(road.ship())) for _ in range(2)]
     for copier in copiers:
