@@ -169,7 +169,7 @@ def bind_document_convolution(model: nn.Module) -> None:
     Raises:
         PermanentError: transformers keeps its functions under names unknown here.
     """
-    source = modelling_module(model)
+    source = _modelling_module(model)
     if source is None:
         return
     rule, convolution = (_implementation(getattr(source, FUNCTIONS[name])) for name in WHOLE_SEQUENCE)
