@@ -27,6 +27,9 @@ from dflash.there import make_view
 
 TARGET_BYTES = 4 << 30
 """Targets up to this size are shipped; a larger one must be named by its path on the host."""
+IDLE = 18.0
+"""Seconds of silence that mean a dead link: hosts at work answer late, and a blackholed link is to be told within 20."""
+ATTEMPTS = 6
 
 
 def ship_result(record: Path, store: Path, shipment: Mapping[str, Any]) -> None:
@@ -46,7 +49,12 @@ def ship_result(record: Path, store: Path, shipment: Mapping[str, Any]) -> None:
     to = _root(destination, shipment["destination"], store)
     progress = Progress(f"ship {shipment['stage']}{f' step {step}' if step is not None else ''} to {destination.id}")
     content = ""
-    told: dict[str, Any] = {"progress": partial(progress.update, unit="bytes"), "tell": progress.say}
+    told: dict[str, Any] = {
+        "progress": partial(progress.update, unit="bytes"),
+        "tell": progress.say,
+        "idle": IDLE,
+        "attempts": ATTEMPTS,
+    }
     if shipment["stage"] == TARGET:
         folder = _small_target(Path(shipment["folder"]), destination)
         receipt = ship(source, folder, destination, destination.workdir / "targets" / key, **told)
