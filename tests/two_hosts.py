@@ -14,6 +14,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -44,7 +45,15 @@ def dflash(*arguments: str) -> float:
     """Runs `dflash ...`, and returns how long it took, in seconds."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     start = time.monotonic()
-    subprocess.run([sys.executable, "-m", "dflash", *arguments], env=environment, check=True)
+    process = subprocess.Popen([sys.executable, "-m", "dflash", *arguments], env=environment)
+    try:
+        status = process.wait()
+    except BaseException:
+        process.terminate()  # a Ctrl-C reaches it by itself; a signal to us alone does not
+        process.wait(60)
+        raise
+    if status:
+        raise subprocess.CalledProcessError(status, process.args)
     return time.monotonic() - start
 
 
@@ -108,6 +117,7 @@ def main() -> int:
     if reason := why_not():
         print(f"two_hosts: {reason}; install the OpenSSH server and client", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="dflash-two-hosts-"))
     servers: dict[str, Sshd] = {}
     try:
