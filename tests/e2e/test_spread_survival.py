@@ -32,12 +32,17 @@ pytestmark = pytest.mark.timeout(900 * PATIENCE)
 def far(tmp_path: Path, servers: dict[str, Sshd], finished_run: Workspace) -> Iterator[Spread]:
     """A long training on another host, not yet begun; judged on the controller. What comes before it stands already."""
     space = make_spread(tmp_path / "all" / "work", finished_run.cache, servers)
-    for stage in ("prompts", "completions", "dataset", "buckets", "references", "environments"):
-        shutil.copytree(finished_run.results / "store" / stage, space.results / "store" / stage)
+    copy_upstream(finished_run, space)
     space.write_config(train=LONG)
     space.write_hosts(eval="local")
     yield space
     space.kill_trainers()
+
+
+def copy_upstream(source: Workspace, space: Spread) -> None:
+    """Lets everything before training stand in a workspace."""
+    for stage in ("prompts", "completions", "dataset", "buckets", "references", "environments"):
+        shutil.copytree(source.results / "store" / stage, space.results / "store" / stage)
 
 
 def lease(space: Spread) -> LeaseRecord | None:
@@ -121,11 +126,13 @@ def second_clone(far: Spread, name: str) -> Spread:
     folder = far.folder.parent / name
     shutil.copytree(far.folder, folder, ignore=shutil.ignore_patterns("results", ".snakemake"))
     clone = Spread(folder, far.cache, config=json.loads(json.dumps(far.config)), servers=far.servers, roles=far.roles)
+    copy_upstream(far, clone)
     clone.edited_code("dflash/cli.py", '"""The `dflash` command:', '"""The `dflash` command, in another checkout:')
     return clone
 
 
 def test_a_second_clone_waits_in_line_may_not_stop_the_first_and_no_retry_revives_a_stopped_run(far: Spread) -> None:
+    far.write_config(train={"schedule_steps": 40000, "checkpoint_every": 20000})  # it is stopped long before
     other = second_clone(far, "other")
     other.write_config(run="other", train={"lr": 2e-3, "schedule_steps": 4, "checkpoint_every": 2})
     with running(far) as first:
