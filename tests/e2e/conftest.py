@@ -28,7 +28,7 @@ from dflash.plan.code import source_root
 
 PATIENCE = float(os.environ.get("DFLASH_TEST_PATIENCE", "1"))
 """What every limit of time is multiplied by, for a machine that has other things to do."""
-CODE = ("dflash", "workflow", "profiles", "Snakefile")
+CODE = ("dflash", "workflow", "profiles", "Snakefile", "requirements.lock")
 
 
 @dataclass
