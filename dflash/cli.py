@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError
+from dflash.cli_hosts import register
 
 if TYPE_CHECKING:
     from dflash.plan.graph import Plan, PlannedRun
@@ -38,6 +39,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+register(app)
 
 ConfigFiles = Annotated[
     list[Path] | None, typer.Option("--configfile", help="Configuration; repeat to merge, later over earlier.")

@@ -7,9 +7,12 @@ of one of them fails instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from sshd import Sshd, start_sshd, why_not
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,3 +28,25 @@ def require_or_skip() -> Callable[[str, str], None]:
         pytest.skip(f"{name}: {reason}")
 
     return missing
+
+
+@pytest.fixture
+def start_server(tmp_path: Path, require_or_skip: Callable[[str, str], None]) -> Iterator[Callable[..., Sshd]]:
+    """`start_server(name, ...)`: a throwaway sshd in `tmp_path/name`; see `sshd.start_sshd`. All end with the test."""
+    if reason := why_not():
+        require_or_skip("sshd", reason)
+    started: list[Sshd] = []
+
+    def start(name: str = "sshd", **options: Any) -> Sshd:
+        started.append(start_sshd(tmp_path / name, **options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def sshd(start_server: Callable[..., Sshd]) -> Sshd:
+    """One throwaway sshd."""
+    return start_server()

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from dflash.base.errors import ConfigError
 from dflash.base.files import DigestCache
 from dflash.base.params import DERIVED, Params
+from dflash.base.yaml_source import Source, load_yaml, merge, subtree
 from dflash.data.buckets_params import BucketsParams
 from dflash.data.completions_params import CompletionsParams
 from dflash.data.dataset_params import DatasetParams
@@ -30,7 +31,6 @@ from dflash.hosts.inventory import Inventory, load_inventory
 from dflash.model.facts import identify
 from dflash.model.taps import default_taps
 from dflash.model.target_params import TargetIdentity, TargetSection
-from dflash.plan.yaml_source import Source, load_yaml, merge, subtree
 from dflash.report.report_params import ReportParams
 from dflash.train.train_params import TrainParams
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from dflash.base.errors import ConfigError, CorruptError, PermanentError, TransientError
-from dflash.hosts.host import Host, LocalHost
-from dflash.hosts.inventory import load_inventory
+from dflash.base.errors import CorruptError, PermanentError, TransientError
+from dflash.hosts.entry import HostEntry
+from dflash.hosts.host import Finished, Host, LocalHost
 
 HOST: Host = LocalHost()
 AWKWARD = "a b'c\"d\n$e;f -g"
@@ -46,27 +48,28 @@ def test_small_files_go_and_come(tmp_path: Path) -> None:
         HOST.get(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(
-    ("text", "word"),
-    [
-        ("hosts: {a: {kind: ssh}}", "hosts.a"),
-        ("hosts: {local: {kind: local}}\nroles: {gpu: other}", "roles.gpu"),
-        ("roles: {cook: local}", "roles.cook"),
-        ("machines: {}", "nothing else"),
-        ("hosts: {local: {kind: local, device: tpu}}", "tpu"),
-        ("hosts: [", "cannot be read"),
-    ],
-)
-def test_a_hosts_file_is_refused_by_name(tmp_path: Path, text: str, word: str) -> None:
-    path = tmp_path / "hosts.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=word):
-        load_inventory(path)
+def test_a_wrap_comes_before_every_command(tmp_path: Path) -> None:
+    wrapped = LocalHost("box", HostEntry(kind="local", wrap=("env", "INSIDE=1")))
+    assert wrapped.command(["true"]) == ["env", "INSIDE=1", "true"]
+    assert wrapped.run(["sh", "-c", 'echo "$INSIDE"']).stdout == b"1\n"
+    wrapped.put(tmp_path / "deep" / AWKWARD, b"content")
+    assert wrapped.get(tmp_path / "deep" / AWKWARD) == b"content"
 
 
-def test_a_hosts_file_names_the_device_of_a_role(tmp_path: Path) -> None:
-    path = tmp_path / "hosts.yaml"
-    path.write_text("hosts: {box: {kind: local, device: 'cuda:1'}}\nroles: {gpu: box}")
-    inventory = load_inventory(path)
-    assert (inventory.host("gpu"), inventory.device("gpu")) == ("box", "cuda:1")
-    assert inventory.host("eval") == "local"
+def test_variables_are_added_and_stay_off_the_command_line() -> None:
+    argv = ["sh", "-c", "tr '\\0' ' ' </proc/$$/cmdline; echo \"$WORD:$PATH\""]
+    said = HOST.run(argv, environment={"WORD": "secret"}).stdout.decode()
+    assert said.endswith(f"secret:{os.environ['PATH']}\n")
+    assert said.count("secret") == 1
+
+
+def test_a_command_that_hangs_takes_what_it_started_with_it(tmp_path: Path) -> None:
+    with pytest.raises(TransientError, match="did not end"):
+        HOST.run(["sh", "-c", f"(sleep 2; touch {tmp_path}/alive) & sleep 60"], timeout=0.5)
+    time.sleep(2.5)
+    assert not (tmp_path / "alive").exists()
+
+
+def test_the_end_of_what_a_command_said() -> None:
+    assert Finished(1, b"", "one\ntwo\n\n").last_line() == "two"
+    assert Finished(3, b"", "").last_line() == "exit status 3"

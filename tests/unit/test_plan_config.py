@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from plan_store import make_folder, plan_of
 
-from dflash.plan.yaml_source import load_yaml, merge
+from dflash.base.yaml_source import load_yaml, merge
 
 
 @pytest.fixture(autouse=True)
