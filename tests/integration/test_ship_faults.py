@@ -187,7 +187,7 @@ def test_a_disk_that_fills_up_during_the_copy_keeps_what_came_and_writes_no_rece
     tmpfs(small, 120, require_or_skip)
     try:
         road.place = small / "step_1"
-            filling = road.during(lambda: fill(small / "other"))
+        filling = road.during(lambda: fill(small / "other"))
         with pytest.raises(PermanentError, match="the disk is full"):
             road.ship(program=program)
         filling.join()
