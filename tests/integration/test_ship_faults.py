@@ -72,7 +72,9 @@ class Road:
 
 @pytest.fixture
 def road(tmp_path: Path, start_server: Callable[..., Sshd]) -> Iterator[Road]:
-    made = Road(tmp_path, {"gpu": start_server("a"), "eval": start_server("b")})
+    made = Road(
+        tmp_path, {name: start_server(name + "-sshd", environment={"HOME": str(tmp_path)}) for name in ("gpu", "eval")}
+    )
     yield made
     for proxy in made.proxies.values():
         proxy.close()
