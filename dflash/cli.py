@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError
-from dflash.cli_hosts import register
+from dflash.cli_hosts import register as register_hosts
+from dflash.cli_ship import register as register_ship
 
 if TYPE_CHECKING:
     from dflash.plan.graph import Plan, PlannedRun
@@ -40,7 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-register(app)
+register_hosts(app)
 
 ConfigFiles = Annotated[
     list[Path] | None, typer.Option("--configfile", help="Configuration; repeat to merge, later over earlier.")
@@ -324,6 +325,9 @@ def write_manifest(
     from dflash.plan.manifest import build_manifest
 
     build_manifest(params.parent, store).write(params.parent / "manifest.json")
+
+
+register_ship(app)
 
 
 def _unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

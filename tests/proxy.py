@@ -75,6 +75,10 @@ class Proxy:
         """Does `drop`, `blackhole` or `flip` once, as soon as `after` more bytes have passed in a direction."""
         self._tell(do="arm", what=what, direction=direction, after=after)
 
+    def disarm(self) -> None:
+        """Forgets what is armed and has not fired."""
+        self._tell(do="disarm")
+
     def counts(self) -> dict[str, int]:
         """`up`, `down`: bytes passed; `connections`: how many were made; `fired`: armed orders that were carried out."""
         return {name: int(value) for name, value in self._tell(do="counts").items()}
@@ -119,6 +123,8 @@ class Network:
             self.open.set()
         elif what == "drop":
             self.drop()
+        elif what == "disarm":
+            self.armed.clear()
         elif what == "arm":
             self.armed.append({**order, "at": self.passed[order["direction"]] + order["after"]})
         return {**self.passed, "connections": self.connections, "fired": self.fired}
@@ -182,7 +188,10 @@ async def pump(network: Network, direction: str, source: socket.socket, sink: so
             if not piece:
                 return
 
-    await asyncio.gather(take(), deliver())
+    # When one ends badly the other must not live on: it would wait on a descriptor that the next connection gets.
+    async with asyncio.TaskGroup() as both:
+        both.create_task(take())
+        both.create_task(deliver())
 
 
 async def serve(network: Network, client: socket.socket, address: str, port: int) -> None:

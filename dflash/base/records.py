@@ -310,6 +310,41 @@ class StopMarker(Record):
     finish: bool = False
 
 
+class ShipmentReceipt(Record):
+    """`.<name>.shipment.json` beside a shipped file or folder, written last: what arrived is whole exactly when this exists.
+
+    `root` is that of the artifact (`dflash/ship/artifact.py`); a single file has the path `.` in it. `bytes` counts the content,
+    `bytes_sent` what this shipment put on the wire as data, `bytes_resent` what failed attempts had sent in vain,
+    `chunks_reused` what an earlier attempt or shipment had left. `seconds` and `bytes_per_second` cover everything from the
+    first look at the source to the rename. `seal` digests inode, size and mtime of every file as they were then.
+    """
+
+    root: str
+    what: Literal["drafter", "full"]
+    source_host: str
+    source: str
+    destination_host: str
+    destination: str
+    files: int
+    bytes: int
+    chunks: int
+    chunks_reused: int
+    bytes_sent: int
+    bytes_resent: int
+    seconds: float
+    bytes_per_second: float
+    route: Literal["relay", "direct"]
+    plane: str
+    streams: int
+    compress: Literal["none", "zlib", "zstd"]
+    pinned: bool
+    verified: Literal[True]
+    attempts: int
+    started: str
+    finished: str
+    seal: str
+
+
 class Failure(Record):
     """`failure.json` beside a stage: the cause of a permanent failure, so that retries of the same invocation stop."""
 
