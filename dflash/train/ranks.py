@@ -1,6 +1,6 @@
 """One rank of a training whose roles are processes of their own: N targets compute features, M drafters learn from them.
 
-    python -m dflash.train.ranks --directory DIR --store STORE --attempt N --parent PID           (started by the launcher)
+    python -m dflash.train.begin ranks --directory DIR --store STORE --attempt N --parent PID     (started by the launcher)
     torchrun ... -m dflash.train.ranks --directory DIR --store STORE --placement FILE --run NAME  (one node or several)
 
 Here are the process and its command line; what it does is in `target_rank.py` and `drafter_rank.py`. Costs nothing beside.
@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from dflash.base.errors import ConfigError, DflashError
 from dflash.base.records import now
@@ -27,8 +28,9 @@ from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease
 from dflash.train import launch, schedule
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numbers, attempt_path
-from dflash.train.child import end_with_parent, handed_over, leave_failure, resolved_params
+from dflash.train.child import handed_over, leave_failure, resolved_params
 from dflash.train.drafter_rank import DrafterRank
+from dflash.train.parent import end_with_parent
 from dflash.train.peers import Peers
 from dflash.train.pulse import PULSE
 from dflash.train.roles import Place, Roles, rank_device
@@ -133,7 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ending = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: ending.set())
-    end_with_parent(arguments.parent or os.getppid())
+    if arguments.parent is None:  # ours has begun to look already
+        end_with_parent(os.getppid())
     invocation = launch.invocation_id(None)
     try:
         with _attempt(arguments) as attempt:
@@ -162,8 +165,8 @@ def _run(arguments: argparse.Namespace, attempt: Attempt, ending: threading.Even
     run_rank(params, inputs, arguments.directory, context, ending)
 
 
-def _end_now() -> None:
-    """Ends without waiting for threads that still wait for a rank that is gone."""
+def end_now() -> NoReturn:
+    """Does all of it, and ends without waiting for threads that still wait for a rank that is gone."""
     try:
         status = main()
     except SystemExit as wanted:
@@ -177,4 +180,4 @@ def _end_now() -> None:
 
 
 if __name__ == "__main__":
-    _end_now()
+    end_now()

@@ -45,6 +45,8 @@ def stepped(training: Training, attempt: int) -> bool:
 
 def processes(training: Training, number: int) -> dict[str, int]:
     """The processes of an attempt that are known by now."""
+    if number not in attempts.attempt_numbers(training.directory):
+        return {}
     found = record(training, number)
     ranks = {f"rank {rank}": pid for rank, pid in enumerate(found.rank_pids)}
     return {"launcher": found.launcher_pid, **ranks}

@@ -163,21 +163,41 @@ def test_metrics_say_who_waits_for_whom(trained: dict[Any, tuple[Training, Any]]
     assert all(0 <= int(share) <= 100 for share in shares.groups())
 
 
-@pytest.mark.parametrize(("role", "said"), [("target", "the drafters starve"), ("drafter", "the targets have to wait")])
-def test_the_side_that_starves_is_named(small: Training, tmp_path: Path, role: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "side", "said"),
+    [("target", "drafter", "the drafters starve by"), ("drafter", "target", "the targets have to wait, by")],
+)
+def test_the_side_that_starves_is_named_with_its_share(
+    small: Training, tmp_path: Path, role: str, side: str, said: str
+) -> None:
     def slow() -> None:
         kind, name = (target_rank.TargetRank, "_features") if role == "target" else (drafter_rank.DrafterRank, "_learn")
         real = getattr(kind, name)
 
         def slowed(self: Any, *arguments: Any) -> Any:
-            time.sleep(0.03)
+            time.sleep(0.05)
             return real(self, *arguments)
 
         setattr(kind, name, slowed)
 
-    ran = run_topology(again(small, tmp_path), 1, 1, STEPS, changes={0 if role == "target" else 1: slow})
+    def often() -> None:
+        drafter_rank.BALANCE_EVERY = 0.0
+        if role == "drafter":
+            slow()
+
+    training = again(small, tmp_path)
+    ran = run_topology(training, 1, 1, STEPS, changes={0: slow if role == "target" else lambda: None, 1: often})
     assert succeeded(ran)
-    assert said in ran.said[1]
+    told = re.findall(rf"{said} (\d+)%: a drafter waited for features (\d+)% .* room to send (\d+)%", ran.said[1])
+    assert len(told) >= 3, "while it trains, and at the end"
+    share, drafter, target = (int(number) for number in told[-1])
+    assert abs(share - (drafter if side == "drafter" else target)) <= 1
+    assert share > 30
+    lines = last_attempts(training.directory / "metrics.jsonl")[1:]
+    assert [list(line.starving) for line in lines] == [[side]] * len(lines)
+    for line in lines:
+        waited = line.stalled_seconds["drafter_features" if side == "drafter" else "target_credit"]
+        assert line.starving[side] == pytest.approx(waited / line.seconds, abs=2e-4)
 
 
 # ---------------------------------------------------------------- steps that are odd
