@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -719,17 +718,14 @@ def memory_bytes() -> dict[str, int]:
 # ---------------------------------------------------------------- the launcher's child
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """What the launcher calls through `begin.py`. Exit status: 0 done or ended on request, else `EXIT_BY_KIND`."""
+def main(argv: Sequence[str], ending: threading.Event) -> int:
+    """What the launcher calls through `begin.py`; `ending` is set when somebody asks to end. Exit status: 0 done or ended on request, else `EXIT_BY_KIND`."""
     parser = argparse.ArgumentParser(prog="python -m dflash.train.trainer")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="pid of the launcher; this process ends with it")
     arguments = parser.parse_args(argv)
-    ending = threading.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: ending.set())
     attempt = Attempt.read(attempt_path(arguments.directory, arguments.attempt))
     try:
         params, inputs, context = handed_over(arguments.directory, arguments.store, attempt)

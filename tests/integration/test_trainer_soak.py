@@ -73,6 +73,7 @@ def metrics(training: Training) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole]
 
 
+@pytest.mark.timeout(240 + 60 * KILLS)
 def test_random_kills_leave_nothing_that_loads_wrongly_and_no_batch_twice_or_never(tmp_path: Path) -> None:
     print(f"\nseed {SEED}, {KILLS} kills")
     draw = random.Random(SEED)
