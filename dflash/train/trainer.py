@@ -719,7 +719,10 @@ def memory_bytes() -> dict[str, int]:
 
 
 def main(argv: Sequence[str], ending: threading.Event) -> int:
-    """What the launcher calls through `begin.py`; `ending` is set when somebody asks to end. Exit status: 0 done or ended on request, else `EXIT_BY_KIND`."""
+    """What the launcher calls through `begin.py`; `ending` is set when somebody asks to end.
+
+    Exit status: 0 done or ended on request, else `EXIT_BY_KIND`.
+    """
     parser = argparse.ArgumentParser(prog="python -m dflash.train.trainer")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--store", type=Path, required=True)

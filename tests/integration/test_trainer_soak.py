@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rank_store import run_topology
 from train_store import Training, again, make_training, wait_until
 
