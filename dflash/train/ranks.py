@@ -120,7 +120,10 @@ def own_attempt(arguments: argparse.Namespace, leads: bool) -> Iterator[Attempt]
 
 
 def main(argv: Sequence[str] | None = None, ending: threading.Event | None = None) -> int:
-    """The command line of a rank; `ending` is set when somebody asks to end (default: by SIGTERM and SIGINT). Exit status: 0 done or ended on request, else `EXIT_BY_KIND`."""
+    """The command line of a rank; `ending` is set when somebody asks to end (default: by SIGTERM and SIGINT).
+
+    Exit status: 0 done or ended on request, else `EXIT_BY_KIND`.
+    """
     parser = argparse.ArgumentParser(prog="python -m dflash.train.ranks")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--store", type=Path, required=True)
