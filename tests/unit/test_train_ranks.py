@@ -434,6 +434,22 @@ def test_the_digest_of_tokens_sees_a_token_and_padding() -> None:
     assert len(found) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_digest_of_weights_sees_a_bit_a_place_and_a_name(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    weights = {"b": torch.linspace(-2, 2, 15).to(dtype), "a": torch.ones(4, dtype=dtype)}
+    nudged, swapped = weights["b"].clone(), weights["b"].clone()
+    nudged[14] = 2.015625
+    swapped[[0, 14]] = swapped[[14, 0]]  # they differ in the sign's bit alone
+    others = [{**weights, "b": nudged}, {**weights, "b": swapped}, {"c": weights["b"], "a": weights["a"]}]
+    assert len({agreement.weights_digest(one) for one in (weights, *others)}) == 4
+    assert agreement.weights_digest(dict(reversed(weights.items()))) == agreement.weights_digest(weights)
+    # What a GPU does in their place.
+    sums = [int(agreement._sum_of_bits(one)) for one in (weights["b"], nudged, swapped)]
+    assert len(set(sums)) == 3
+    monkeypatch.setattr(agreement, "PIECE", 4)
+    assert int(agreement._sum_of_bits(weights["b"])) == sums[0], "pieces do not matter"
+
+
 def test_pieces_of_gradients_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash.train import peers
 
