@@ -292,7 +292,7 @@ class DrafterRank(Trainer):
             target_seconds=computing / roles.targets,
             drafter_seconds=learning / roles.drafters,
             features_waiting=[int(next(values)) for _ in arrived],
-            memory={f"rank {rank}": size for rank in range(roles.world_size) if (size := int(next(values)))},
+            memory={f"rank {rank}": most for rank in range(roles.world_size) if (most := int(next(values)))},
             correct=np.asarray([next(values) for _ in range(size)], dtype=np.int64),
             counts=np.asarray([next(values) for _ in range(size)], dtype=np.int64),
             stalled_seconds=spent,
