@@ -27,7 +27,7 @@ from dflash.train.pulse import PULSE
 from dflash.train.rank_probe import answer_lead
 from dflash.train.stream import Label, Sender, batch_tokens, own_batches, warm_up
 from dflash.train.train_params import TrainParams
-from dflash.train.trainer import batch_plan
+from dflash.train.trainer import batch_plan, memory_bytes
 
 
 class TargetRank:
@@ -94,6 +94,7 @@ class TargetRank:
                 note = {
                     "seconds": seconds,
                     "credit_seconds": sender.credit_seconds - waited,
+                    "memory": sum(memory_bytes().values()),
                     "ending": self.ending.is_set(),
                     "generators": pack_tensors(checkpoint.generator_states()),
                 }

@@ -1,9 +1,13 @@
 """The feature stream with fake work of known duration: what the stream itself costs, and whether it holds memory.
 
-    {"name": ..., "ratio": whole time / the slower side's nominal work, "over_measured_work": ..., ...}  200 batches
+    {"name": ..., "ratio": whole time / the slower side's nominal work, "over_measured_work": ..., "ms_a_batch": ...}  200 batches
     {"name": ..., "mib_at": {step: resident MiB of the drafter}, ...}                                    2,000 steps
 
-`over_measured_work` divides by what the slower rank really slept, since a busy machine oversleeps.
+`over_measured_work` divides by what the slower rank really worked, since a busy machine oversleeps; `ms_a_batch` is what the
+stream adds to a batch of that rank. What is above 1 is the first batch on its way (the drafters have nothing to do meanwhile),
+the last one, and 0.5 to 1 ms a batch of messages: 2% of a batch of 40 ms here, nothing of one of 300 ms at 27B.
+
+On a machine that is busy with other things, waking up late is most of it: `chrt -f 10` in front of the command leaves that out.
 
 Work is sleep, so that two cores can play five ranks. Each rank is a forked process that talks over gloo.
 """
@@ -145,6 +149,7 @@ def main() -> None:
                 "n": 1,
             }
             line["over_measured_work"] = round(seconds / slept, 3)
+            line["ms_a_batch"] = round(1e3 * (seconds - slept) / (of_target if slower == "target" else of_drafter), 2)
             print(json.dumps({**line, "min": seconds, "median": seconds, "max": seconds}), flush=True)
     marks = {100, 500, 1000, 1500, 2000}
     *_, found = run(2, 1, steps=2000, per_step=2, work=(0.0005, 0.0005), marks=marks)
