@@ -31,6 +31,7 @@ from dflash.data.buckets_params import BucketsParams
 from dflash.data.schemas import SAMPLES
 from dflash.data.tables import lists_of, open_table, read_pieces
 
+STEPS_REMEMBERED = 4
 DEALT_TO = (2, 3, 4)
 """Numbers of ranks that the batches of a step are dealt out evenly to."""
 
@@ -118,6 +119,7 @@ class BatchPlan:
         self._starts, self._ends, self._buckets = self._bounds()
         self._identity = digest({"dataset": dataset_key, "batching": params.keyed_values()})
         self._epochs: OrderedDict[int, EpochOrder] = OrderedDict()
+        self._steps: OrderedDict[int, list[Batch]] = OrderedDict()
 
     def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each batch starts and ends in an epoch's rows, and its bucket, before batches are shuffled."""
@@ -169,13 +171,20 @@ class BatchPlan:
     def step(self, step_index: int) -> list[Batch]:
         """The batches of one step (from 0): `batches_per_step` of them, in an order that deals them out evenly.
 
+        The last steps asked for are remembered: ranks ask batch by batch, and look ahead.
+
         Raises:
             ValueError: a negative step.
         """
         if step_index < 0:
             raise ValueError(f"steps count from 0; {step_index} was asked for")
-        first = step_index * self.params.batches_per_step
-        return evenly_dealt([self.batch(number) for number in range(first, first + self.params.batches_per_step)])
+        if step_index not in self._steps:
+            first = step_index * self.params.batches_per_step
+            batches = [self.batch(number) for number in range(first, first + self.params.batches_per_step)]
+            self._steps[step_index] = evenly_dealt(batches)
+            if len(self._steps) > STEPS_REMEMBERED:
+                self._steps.popitem(last=False)
+        return list(self._steps[step_index])
 
 
 def evenly_dealt(batches: Sequence[Batch]) -> list[Batch]:

@@ -39,8 +39,12 @@ TOKENS, WIDTH = 256, 512
 class FakePlan:
     """Batches that only have a name and a size."""
 
-    def batch(self, number: int) -> Batch:
-        return Batch(f"{number:012d}", 0, number, 0, np.arange(1), np.asarray([TOKENS]))
+    def __init__(self, per_step: int) -> None:
+        self.per_step = per_step
+
+    def step(self, step: int) -> list[Batch]:
+        numbers = range(step * self.per_step, (step + 1) * self.per_step)
+        return [Batch(f"{number:012d}", 0, number, 0, np.arange(1), np.asarray([TOKENS])) for number in numbers]
 
 
 def label(batch: Batch) -> Label:
@@ -52,7 +56,8 @@ def target(peers: Peers, per_step: int, work: float, steps: int) -> dict[str, fl
     slept = 0.0
     sender = Sender(peers, per_step)
     features = torch.ones(1, TOKENS, WIDTH)
-    for step, place, number in own_batches(peers.roles, peers.rank, 0, per_step):
+    plan = FakePlan(per_step)
+    for step, place in own_batches(peers.roles, peers.rank, 0, per_step):
         if sender.finished:
             break
         drafter = peers.roles.drafter_of(place)
@@ -60,7 +65,7 @@ def target(peers: Peers, per_step: int, work: float, steps: int) -> dict[str, fl
             continue
         seconds = sleep(work)
         slept += seconds if step < steps else 0.0
-        batch = FakePlan().batch(number)
+        batch = plan.step(step)[place]
         if sender.credit(drafter, batch.batch_id):
             sender.send(drafter, label(batch), features.clone(), {})
     sender.finish()
@@ -77,7 +82,8 @@ def sleep(work: float) -> float:
 def drafter(peers: Peers, per_step: int, work: float, steps: int, marks: set[int]) -> dict[str, object]:
     """Takes, sleeps, and adds up a small gradient with the other drafters at the end of each step."""
     limit = 2 * TOKENS * -(-peers.roles.targets // peers.roles.drafters)
-    receiver = Receiver(peers, FakePlan(), per_step, first_step=0, width=WIDTH, dtype=torch.float32, limit=limit)
+    plan = FakePlan(per_step)
+    receiver = Receiver(peers, plan, per_step, first_step=0, width=WIDTH, dtype=torch.float32, limit=limit)
     places = peers.roles.places(peers.rank, per_step)
     memory = {}
     slept = 0.0
@@ -85,7 +91,7 @@ def drafter(peers: Peers, per_step: int, work: float, steps: int, marks: set[int
     for step in range(steps):
         receiver.grant(steps)
         for place in places:
-            batch = FakePlan().batch(step * per_step + place)
+            batch = plan.step(step)[place]
             receiver.take(batch, label(batch))
             slept += sleep(work)
             receiver.done()
