@@ -93,8 +93,8 @@ def batch_tokens(batch: Batch, samples: Samples, pad_id: int) -> str:
 class Plan(Protocol):
     """What the stream needs of a `BatchPlan`."""
 
-    def batch(self, number: int) -> Batch:
-        """Batch `number` of the endless row."""
+    def step(self, step_index: int) -> list[Batch]:
+        """The batches of one step, in their places."""
 
 
 def pack_header(label: Label, note: dict[str, Any]) -> Tensor:
