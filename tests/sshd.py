@@ -169,7 +169,9 @@ def start_sshd(
         for suffix in ("", ".pub"):
             shutil.copy(f"{client_key}{suffix}", folder / f"client_key{suffix}")
     shutil.copy(folder / "client_key.pub", folder / "authorized_keys")
-    variables = {"OMP_NUM_THREADS": "1", MARK: str(folder), **(environment or {})}
+    # A home of its own: bash reads ~/.bashrc for commands over ssh, and a user's may be slow, talk, or break when killed.
+    (folder / "home").mkdir(exist_ok=True)
+    variables = {"OMP_NUM_THREADS": "1", "HOME": f"{folder}/home", MARK: str(folder), **(environment or {})}
     for _ in range(5):
         port = free_port()
         (folder / "sshd_config").write_text(

@@ -240,7 +240,9 @@ class MetricsLine(BaseModel):
     """A line of `metrics.jsonl`. Of several lines of one step the last attempt's counts.
 
     `accuracy_by_slot` has block_size - 1 entries (slot 1 first, null where a slot had no supervised position);
-    `tokens_per_second` and `stalled_seconds` are by role.
+    `tokens_per_second` and `stalled_seconds` are by role. `starving` has the side that waits for the other, if one does, and
+    the share of the step's time that it waits; nothing where both are one process. `memory_bytes` is by GPU (`cuda:0`), or by
+    rank (`rank 3`) where each has one.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -257,6 +259,7 @@ class MetricsLine(BaseModel):
     tokens_per_second: dict[str, float]
     stalled_seconds: dict[str, float] = Field(default_factory=dict)
     features_waiting: list[int] = Field(default_factory=list)
+    starving: dict[str, float] = Field(default_factory=dict)
     padding_share: float
     batch_ids: list[str]
     buckets: list[int]

@@ -15,6 +15,7 @@ then under 1 ms a step. No torch: the trainer converts.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ from dflash.base.errors import CorruptError, PermanentError
 from dflash.data.buckets_params import BucketsParams
 from dflash.data.schemas import SAMPLES
 from dflash.data.tables import lists_of, open_table, read_pieces
+
+STEPS_REMEMBERED = 4
+DEALT_TO = (2, 3, 4)
+"""Numbers of ranks that the batches of a step are dealt out evenly to."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,7 @@ class BatchPlan:
         self._starts, self._ends, self._buckets = self._bounds()
         self._identity = digest({"dataset": dataset_key, "batching": params.keyed_values()})
         self._epochs: OrderedDict[int, EpochOrder] = OrderedDict()
+        self._steps: OrderedDict[int, list[Batch]] = OrderedDict()
 
     def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each batch starts and ends in an epoch's rows, and its bucket, before batches are shuffled."""
@@ -163,15 +169,52 @@ class BatchPlan:
         return Batch(name, epoch, index, int(order.buckets[index]), rows, self.lengths[rows])
 
     def step(self, step_index: int) -> list[Batch]:
-        """The batches of one step (from 0): `batches_per_step` of them, in order.
+        """The batches of one step (from 0): `batches_per_step` of them, in an order that deals them out evenly.
+
+        The last steps asked for are remembered: ranks ask batch by batch, and look ahead.
 
         Raises:
             ValueError: a negative step.
         """
         if step_index < 0:
             raise ValueError(f"steps count from 0; {step_index} was asked for")
-        first = step_index * self.params.batches_per_step
-        return [self.batch(number) for number in range(first, first + self.params.batches_per_step)]
+        if step_index not in self._steps:
+            first = step_index * self.params.batches_per_step
+            batches = [self.batch(number) for number in range(first, first + self.params.batches_per_step)]
+            self._steps[step_index] = evenly_dealt(batches)
+            if len(self._steps) > STEPS_REMEMBERED:
+                self._steps.popitem(last=False)
+        return list(self._steps[step_index])
+
+
+def evenly_dealt(batches: Sequence[Batch]) -> list[Batch]:
+    """The batches of a step in an order in which batch i going to rank i mod M gives every rank like work, for M of 2 to 4.
+
+    Anchors are drawn by sample, so a batch of many short samples costs a drafter many times what one long sample does; a step
+    is as slow as its slowest rank (2:2 at six unordered batches lost 17% to that on H200s). Starts from the largest first and
+    swaps pairs while that helps. A function of the sizes alone; 12 batches take about a millisecond.
+    """
+    order = sorted(batches, key=lambda batch: (-len(batch.rows), -batch.padded_tokens))
+    costs = np.array([len(batch.rows) for batch in order])
+    ranks = [count for count in DEALT_TO if count < len(order)]
+
+    def unevenness(costs: np.ndarray) -> float:
+        return sum(max(costs[rank::count].sum() for rank in range(count)) * count for count in ranks)
+
+    best, improved = unevenness(costs), bool(ranks)
+    while improved:
+        improved = False
+        for left, right in itertools.combinations(range(len(order)), 2):
+            if costs[left] == costs[right]:
+                continue
+            costs[[left, right]] = costs[[right, left]]
+            found = unevenness(costs)
+            if found < best:
+                best, improved = found, True
+                order[left], order[right] = order[right], order[left]
+            else:
+                costs[[left, right]] = costs[[right, left]]
+    return order
 
 
 class Samples:

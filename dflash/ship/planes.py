@@ -1,7 +1,7 @@
 """How far ends are started and talked to: the system's `ssh` and paramiko behind one small interface.
 
 With `ssh` on both sides a data stream never enters this process: the kernel's pipe joins the two ssh processes, as in
-`ssh a cat | ssh b cat`. With paramiko a thread moves the bytes (about 250 MB/s a core). Nothing here waits without a
+`ssh a cat | ssh b cat`. With paramiko a thread moves the bytes. Nothing here waits without a
 deadline: reads happen on threads, and whoever waits for them counts the seconds.
 """
 

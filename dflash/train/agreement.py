@@ -1,6 +1,6 @@
 """What the ranks of a training compare before they begin and whenever they save: a difference ends the job with both named.
 
-Costs a round of JSON (0.3 ms), and at a checkpoint one pass over the weights of each drafter (1.5 GB/s).
+Costs a round of JSON (0.3 ms), and at a checkpoint one pass over the weights of each drafter, where they are, with 600 MB beside.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from torch import Tensor
 from dflash.base.canonical import short_digest
 from dflash.base.errors import PermanentError
 from dflash.data.batches import Batch
-from dflash.train.peers import Peers
+from dflash.train.peers import PIECE, Peers
 from dflash.train.prepare import drafter_config
 from dflash.train.roles import Roles
 from dflash.train.train_params import TrainParams
+
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIXING = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+"""Constants of SplitMix64, as signed numbers."""
 
 
 def kernel_tag(kernels: Mapping[str, Any], dtype: str) -> str:
@@ -61,12 +65,32 @@ def refuse_other(roles: Roles, rank: int, other: int, name: str, theirs: Any, ou
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """sha256 (16 hex digits) of weights by name; 1.5 GB/s."""
+    """16 hex digits that stand for names and bits of weights. Computed where they are, since training waits for it: a GPU reads
+    1.73 B float32 weights in 0.1 s, a copy to the host alone would take longer; sha256 of a CPU does 1.5 GB/s."""
     found = hashlib.sha256()
-    for name, weight in sorted(weights.items()):
+    for name in sorted(weights):
+        flat = weights[name].detach().contiguous().view(-1)
         found.update(name.encode())
-        found.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        if flat.is_cuda:
+            found.update(repr(int(_sum_of_bits(flat))).encode())
+        else:
+            found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()[:16]
+
+
+def _sum_of_bits(flat: Tensor) -> Tensor:
+    """The bits of every number mixed with its place (the finaliser of SplitMix64) and added up modulo 2^64: one number that
+    differs always changes the sum, more of them all but 1 time in 2^64, and no order of adding does."""
+    bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), PIECE):
+        piece = bits[start : start + PIECE].to(torch.int64)
+        place = torch.arange(start + 1, start + 1 + len(piece), device=bits.device)
+        mixed = piece + place * GOLDEN
+        for shift, factor in MIXING:
+            mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        total += (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))).sum()
+    return total
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:

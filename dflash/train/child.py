@@ -1,13 +1,9 @@
-"""What every process that a launcher starts has in common: it ends with its launcher, reads its parameters the same way and
-leaves the cause of a permanent failure beside the training. Costs a thread that looks four times a second.
+"""What every process that a launcher starts has in common: it reads its parameters the same way and leaves the cause of a
+permanent failure beside the training. Costs a few small files.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +15,6 @@ from dflash.base.store import load_inputs, read_params
 from dflash.train.attempts import Attempt
 from dflash.train.telemetry import alert
 from dflash.train.train_params import TrainParams
-
-
-def end_with_parent(parent: int) -> None:
-    """Ends this process within half a second of its launcher's death. Every file it writes appears by renaming, so nothing
-    half-written is left that could be taken for whole."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.25)
-        os.write(2, b"the launcher is gone; the trainer ends\n")
-        os._exit(128 + signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def resolved_params(keyed: dict[str, Any], placed: dict[str, Any]) -> TrainParams:

@@ -43,7 +43,19 @@ from dflash.train.pulse import PULSE
 from dflash.train.rank_probe import RanksSubject
 from dflash.train.stream import Label, Receiver, batch_tokens, largest_batch, token_limit, warm_up
 from dflash.train.train_params import TrainParams
-from dflash.train.trainer import DTYPES, Learner, StepSums, Trainer, batch_plan, prepare_folder
+from dflash.train.trainer import (
+    DTYPES,
+    Learner,
+    StepSums,
+    Trainer,
+    batch_plan,
+    memory_bytes,
+    prepare_folder,
+    starving,
+)
+
+BALANCE_EVERY = 60.0
+"""Seconds between two words on which side waits."""
 
 
 class StreamLearner(Learner):
@@ -259,8 +271,9 @@ class DrafterRank(Trainer):
             sums.drafter_seconds,
         ]
         arrived = [float(waiting) if rank == self.peers.rank else 0.0 for rank in range(roles.lead, roles.world_size)]
+        memory = self._own_memory()
         vector = torch.tensor(
-            [*own, *seconds.values(), float(self.ending.is_set()), *arrived, *sums.correct, *sums.counts],
+            [*own, *seconds.values(), float(self.ending.is_set()), *arrived, *memory, *sums.correct, *sums.counts],
             dtype=torch.float64,
         )
         self.peers.add_up([vector])
@@ -279,15 +292,29 @@ class DrafterRank(Trainer):
             target_seconds=computing / roles.targets,
             drafter_seconds=learning / roles.drafters,
             features_waiting=[int(next(values)) for _ in arrived],
+            memory={f"rank {rank}": most for rank in range(roles.world_size) if (most := int(next(values)))},
             correct=np.asarray([next(values) for _ in range(size)], dtype=np.int64),
             counts=np.asarray([next(values) for _ in range(size)], dtype=np.int64),
             stalled_seconds=spent,
         )
 
+    def _own_memory(self) -> list[float]:
+        """The most GPU memory in use since the last step, by rank: this one's, and of targets whose first partner it is."""
+        roles, per_step = self.peers.roles, self.plan.params.batches_per_step
+        found = [0.0] * roles.world_size
+        found[self.peers.rank] = float(sum(memory_bytes().values()))
+        for rank, note in self.receiver.notes.items():
+            if roles.partners(rank, per_step)[0] == self.peers.rank:
+                found[rank] = float(note["memory"])
+        return found
+
     def _tell(self, line: MetricsLine) -> None:
-        if self.peers.leads:
-            self.balance.add(line)
-            super()._tell(line)
+        if not self.peers.leads:
+            return
+        self.balance.add(line)
+        super()._tell(line)
+        if self.balance.due():
+            self.context.progress.say(self.balance.sentence())
 
     def _after_step(self) -> None:
         due = self.peers.from_lead(self._due() if self.peers.leads else None, drafters_only=True)
@@ -342,23 +369,32 @@ class Balance:
     """Which side waits for the other, over the whole of an attempt, checkpoints included."""
 
     def __init__(self) -> None:
-        self.started = 0.0
+        self.started = self.told = 0.0
         self.drafters = 0.0
         self.targets = 0.0
 
     def begin(self) -> None:
         """Time counts from here on."""
-        self.started = time.perf_counter()
+        self.started = self.told = time.perf_counter()
 
     def add(self, line: MetricsLine) -> None:
         """Adds a step."""
         self.drafters += line.stalled_seconds["drafter_features"]
         self.targets += line.stalled_seconds["target_credit"]
 
+    def due(self) -> bool:
+        """Whether people have heard nothing of it for `BALANCE_EVERY` seconds."""
+        if time.perf_counter() - self.told < BALANCE_EVERY:
+            return False
+        self.told = time.perf_counter()
+        return True
+
     def sentence(self) -> str:
-        """What a person should know: `the drafters starve: ...`."""
+        """What a person should know: `the drafters starve by 31%: ...`."""
         seconds = max(time.perf_counter() - self.started, 1e-9)
-        who = "the drafters starve" if self.drafters > self.targets else "the targets have to wait"
+        found = starving({"drafter_features": self.drafters, "target_credit": self.targets}, seconds)
+        names = {"drafter": "the drafters starve by", "target": "the targets have to wait, by"}
+        who = "".join(f"{names[side]} {share:.0%}" for side, share in found.items()) or "neither side waits"
         return (
             f"{who}: a drafter waited for features {self.drafters / seconds:.0%} of the time ({self.drafters:.1f} s), "
             f"a target for room to send {self.targets / seconds:.0%} ({self.targets:.1f} s), of {seconds:.1f} s"

@@ -28,6 +28,8 @@ from dflash.train.train_params import TrainParams
 
 BACKEND = "inductor"
 """What torch.compile compiles with."""
+ALIGNMENT = 64
+"""Elements: the rows of an attention mask begin at multiples of this, far above what any kernel asks for."""
 
 
 def parts(batches: Iterable[Batch], micro_batch: int | None) -> Iterator[Batch]:
@@ -49,13 +51,25 @@ class Shape:
 
 
 def bucket_shapes(plan: BatchPlan, params: TrainParams) -> dict[int, Shape]:
-    """The shape of each bucket that has samples."""
+    """The shape of each bucket that has samples; what a compiled batch is padded to."""
     found = {}
     for bucket, (count, length, size) in enumerate(zip(plan.samples, plan.longest, plan.batch_sizes, strict=True)):
         if count:
             rows = min(int(size), int(count), params.micro_batch or int(size))
             found[bucket] = Shape(rows, int(length), min(params.max_anchors, max(1, int(length) - 1)))
     return found
+
+
+def aligned(shape: Shape, block_size: int) -> Shape:
+    """The shape with keys (context and blocks) in whole multiples of `ALIGNMENT`.
+
+    CUDA's memory-efficient attention reads its mask in vectors. Eager torch copies a mask of odd width to an aligned one; the
+    graph that inductor makes of it (torch 2.11) does not, and its backward reads past the end.
+    """
+    anchors = shape.anchors
+    while anchors * block_size % ALIGNMENT:
+        anchors += 1
+    return replace(shape, length=-(-shape.length // ALIGNMENT) * ALIGNMENT, anchors=anchors)
 
 
 class DraftForward:
@@ -77,6 +91,9 @@ class DraftForward:
     def fix_shapes(self, plan: BatchPlan) -> None:
         """Takes the shapes of the buckets from the plan; needed before a compiled call."""
         self._shapes = bucket_shapes(plan, self._params)
+        if next(self._drafter.parameters()).is_cuda:
+            size = self._params.block_size
+            self._shapes = {bucket: aligned(shape, size) for bucket, shape in self._shapes.items()}
 
     def __call__(
         self,

@@ -465,6 +465,7 @@ class _Watch:
         rate = line.tokens / max(line.seconds, 1e-9)
         self.progress.say(
             f"step {line.step:,}/{self.step:,}, loss {line.loss:.4f}, {rate:,.0f} tok/s, about {left:.0f} s left"
+            + "".join(f"; the {side}s wait {share:.0%} of the time" for side, share in line.starving.items())
         )
 
 
@@ -525,8 +526,8 @@ class _Launcher:
     def attend(self, held: lease.Lease) -> int:
         """Runs one trainer to its end; returns its exit status (128 + signal when it was killed)."""
         number = max(attempt_numbers(self.directory), default=0) + 1
-        module = "dflash.train.trainer" if self.topology.colocate else "dflash.train.ranks"
-        argv = [sys.executable, "-m", module, "--directory", str(self.directory)]
+        argv = [sys.executable, "-m", "dflash.train.begin", "trainer" if self.topology.colocate else "ranks"]
+        argv += ["--directory", str(self.directory)]
         argv += ["--store", str(self.store), "--attempt", str(number), "--parent", str(os.getpid())]
         attempt = Attempt(
             attempt=number,

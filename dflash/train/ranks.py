@@ -1,6 +1,6 @@
 """One rank of a training whose roles are processes of their own: N targets compute features, M drafters learn from them.
 
-    python -m dflash.train.ranks --directory DIR --store STORE --attempt N --parent PID           (started by the launcher)
+    python -m dflash.train.begin ranks --directory DIR --store STORE --attempt N --parent PID     (started by the launcher)
     torchrun ... -m dflash.train.ranks --directory DIR --store STORE --placement FILE --run NAME  (one node or several)
 
 Here are the process and its command line; what it does is in `target_rank.py` and `drafter_rank.py`. Costs nothing beside.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from dflash.base.errors import ConfigError, DflashError
 from dflash.base.records import now
@@ -27,8 +27,9 @@ from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease
 from dflash.train import launch, schedule
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numbers, attempt_path
-from dflash.train.child import end_with_parent, handed_over, leave_failure, resolved_params
+from dflash.train.child import handed_over, leave_failure, resolved_params
 from dflash.train.drafter_rank import DrafterRank
+from dflash.train.parent import end_with_parent, hear_requests
 from dflash.train.peers import Peers
 from dflash.train.pulse import PULSE
 from dflash.train.roles import Place, Roles, rank_device
@@ -118,8 +119,11 @@ def own_attempt(arguments: argparse.Namespace, leads: bool) -> Iterator[Attempt]
         held.release()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of a rank. Exit status: 0 done or ended on request, else `EXIT_BY_KIND`."""
+def main(argv: Sequence[str] | None = None, ending: threading.Event | None = None) -> int:
+    """The command line of a rank; `ending` is set when somebody asks to end (default: by SIGTERM and SIGINT).
+
+    Exit status: 0 done or ended on request, else `EXIT_BY_KIND`.
+    """
     parser = argparse.ArgumentParser(prog="python -m dflash.train.ranks")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--store", type=Path, required=True)
@@ -130,10 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if (arguments.attempt is None) == (arguments.placement is None):
         parser.error("give --attempt (our launcher) or --placement (torchrun)")
-    ending = threading.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: ending.set())
-    end_with_parent(arguments.parent or os.getppid())
+    ending = ending or hear_requests()
+    if arguments.parent is None:  # ours has begun to look already
+        end_with_parent(os.getppid())
     invocation = launch.invocation_id(None)
     try:
         with _attempt(arguments) as attempt:
@@ -162,10 +165,10 @@ def _run(arguments: argparse.Namespace, attempt: Attempt, ending: threading.Even
     run_rank(params, inputs, arguments.directory, context, ending)
 
 
-def _end_now() -> None:
-    """Ends without waiting for threads that still wait for a rank that is gone."""
+def end_now(ending: threading.Event | None = None) -> NoReturn:
+    """Does all of it, and ends without waiting for threads that still wait for a rank that is gone."""
     try:
-        status = main()
+        status = main(ending=ending)
     except SystemExit as wanted:
         status = int(wanted.code or 0)
     except BaseException:
@@ -177,4 +180,4 @@ def _end_now() -> None:
 
 
 if __name__ == "__main__":
-    _end_now()
+    end_now()

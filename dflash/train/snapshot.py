@@ -37,22 +37,25 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         self._layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Makes the memory ready; nothing when it is. It takes seconds for gigabytes, which `begin` then does not."""
         layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         if layout == self._layout:
             return
+        if self._stream is not None:
+            _unlock_pages(self._memory, self._stream.device)
         self._buffers = {}
         starts, size = {}, 0
         for name, tensor in tensors.items():
             starts[name] = size
             size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-        memory = torch.empty(size, dtype=torch.uint8)
+        self._memory = torch.empty(size, dtype=torch.uint8)
         if self._stream is not None:
-            _lock_pages(memory)
+            _lock_pages(self._memory, self._stream.device)
         for name, tensor in tensors.items():
-            room = memory[starts[name] : starts[name] + tensor.numel() * tensor.element_size()]
+            room = self._memory[starts[name] : starts[name] + tensor.numel() * tensor.element_size()]
             self._buffers[name] = room.view(tensor.dtype).view(tensor.shape)
         self._layout = layout
 
@@ -74,8 +77,9 @@ class HostCopy:
 
     def wait(self) -> None:
         """Waits until the copies hold the numbers; for the thread that writes them."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copied is not None and self._stream is not None:
+            with torch.cuda.device(self._stream.device):  # a thread of its own would wake up GPU 0
+                self._copied.synchronize()
 
     def before_update(self) -> None:
         """Lets what the GPU does from here on wait for the copy. Call it before a tensor that is being copied changes."""
@@ -83,13 +87,21 @@ class HostCopy:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
 
-def _lock_pages(memory: Tensor) -> None:
+def _lock_pages(memory: Tensor, device: torch.device) -> None:
     """Locks pages, so that the GPU writes to them by itself. Exactly as many: torch's own would round up to a power of two."""
     if not memory.numel():
         return
-    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    with torch.cuda.device(device):
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if status:
         alert(f"host memory cannot be page-locked (CUDA error {status}): training waits while a checkpoint is copied")
+
+
+def _unlock_pages(memory: Tensor, device: torch.device) -> None:
+    """Before memory is given back: whoever gets it next must find pages like any other."""
+    if memory.numel() and memory.is_pinned():
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 @dataclass(frozen=True)

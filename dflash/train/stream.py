@@ -93,8 +93,8 @@ def batch_tokens(batch: Batch, samples: Samples, pad_id: int) -> str:
 class Plan(Protocol):
     """What the stream needs of a `BatchPlan`."""
 
-    def batch(self, number: int) -> Batch:
-        """Batch `number` of the endless row."""
+    def step(self, step_index: int) -> list[Batch]:
+        """The batches of one step, in their places."""
 
 
 def pack_header(label: Label, note: dict[str, Any]) -> Tensor:
@@ -114,12 +114,12 @@ def unpack_header(message: Tensor) -> tuple[Label, dict[str, Any]]:
     return Label(**label), content["note"]
 
 
-def own_batches(roles: Roles, rank: int, first_step: int, batches_per_step: int) -> Iterator[tuple[int, int, int]]:
-    """The batches of a rank, for ever: (step, place in it, number in the plan), from step `first_step` (from 0)."""
+def own_batches(roles: Roles, rank: int, first_step: int, batches_per_step: int) -> Iterator[tuple[int, int]]:
+    """The batches of a rank, for ever: (step, place in it), from step `first_step` (from 0)."""
     places = roles.places(rank, batches_per_step)
     for step in count(first_step):
         for place in places:
-            yield step, place, step * batches_per_step + place
+            yield step, place
 
 
 def token_limit(given: int | None, largest_batch: int, roles: Roles) -> int:
@@ -294,11 +294,12 @@ class Receiver:
     def grant(self, steps: int) -> None:
         """Asks for as many batches of the first `steps` steps as there is room for."""
         with lost_peer("asking for features"):
-            while self._next[0] < steps:
-                batch = self.plan.batch(self._next[2])
+            while (step := self._next[0]) < steps:
+                place = self._next[1]
+                batch = self.plan.step(step)[place]
                 if self.in_flight and self.in_flight + batch.padded_tokens > self.limit:
                     return
-                self._ask(batch, self.peers.roles.target_of(self._next[1]))
+                self._ask(batch, self.peers.roles.target_of(place))
                 self._next = next(self._own)
 
     def _ask(self, batch: Batch, target: int) -> None:

@@ -27,7 +27,7 @@ from dflash.train.pulse import PULSE
 from dflash.train.rank_probe import answer_lead
 from dflash.train.stream import Label, Sender, batch_tokens, own_batches, warm_up
 from dflash.train.train_params import TrainParams
-from dflash.train.trainer import batch_plan
+from dflash.train.trainer import batch_plan, memory_bytes
 
 
 class TargetRank:
@@ -77,7 +77,7 @@ class TargetRank:
         """
         per_step = self.plan.params.batches_per_step
         sender = Sender(self.peers, per_step)
-        for step, place, number in own_batches(self.peers.roles, self.peers.rank, self.step, per_step):
+        for step, place in own_batches(self.peers.roles, self.peers.rank, self.step, per_step):
             if sender.finished:
                 break
             self.step = step
@@ -86,7 +86,7 @@ class TargetRank:
             if drafter in sender.ended:
                 continue
             waited = sender.credit_seconds
-            batch = self.plan.batch(number)
+            batch = self.plan.step(step)[place]
             features, tokens, seconds = self._features(batch)
             if sender.credit(drafter, batch.batch_id):
                 kind = str(features.dtype).removeprefix("torch.")
@@ -94,6 +94,7 @@ class TargetRank:
                 note = {
                     "seconds": seconds,
                     "credit_seconds": sender.credit_seconds - waited,
+                    "memory": sum(memory_bytes().values()),
                     "ending": self.ending.is_set(),
                     "generators": pack_tensors(checkpoint.generator_states()),
                 }

@@ -6,7 +6,7 @@ A step is `batches_per_step` batches of the plan. Loss and gradient are sums ove
 weights, so neither depends on how a step is cut. Nothing is drawn from a stream: batches are a function of the step, anchors
 of (seed, sample, epoch), so a resumed training does what an undisturbed one would have done, bit for bit on a CPU.
 
-    python -m dflash.train.trainer --directory DIR --store STORE --attempt N --parent PID     (started by the launcher)
+    python -m dflash.train.begin trainer --directory DIR --store STORE --attempt N --parent PID     (started by the launcher)
 
 Checkpoints are written by a thread beside the loop (`snapshot.py`); training waits for the one before, and for the copy.
 
@@ -20,11 +20,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ from dflash.model.target import Target, check_features
 from dflash.train import checkpoint, preflight, probe, schedule, trackers
 from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
-from dflash.train.child import end_with_parent, handed_over, leave_failure
+from dflash.train.child import handed_over, leave_failure
 from dflash.train.continuation import load_parent
 from dflash.train.forward import DraftForward, parts
 from dflash.train.objective import labels_and_weights, objective
@@ -127,6 +126,7 @@ class StepSums:
     counts: np.ndarray | None = None
     stalled_seconds: dict[str, float] = field(default_factory=dict)
     features_waiting: list[int] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
 
     def tokens_per_second(self) -> dict[str, float]:
         """What each role would do if it never waited: tokens over the seconds it worked."""
@@ -520,10 +520,11 @@ class Trainer:
             tokens_per_second=sums.tokens_per_second(),
             stalled_seconds=stalled,
             features_waiting=sums.features_waiting,
+            starving=starving(sums.stalled_seconds, seconds),
             padding_share=1.0 - sums.tokens / sums.padded,
             batch_ids=[batch.batch_id for batch in batches],
             buckets=[batch.bucket for batch in batches],
-            memory_bytes=memory_bytes(),
+            memory_bytes=sums.memory,
         )
 
     def _learn(self, batches: Sequence[Batch]) -> StepSums:
@@ -533,6 +534,7 @@ class Trainer:
             for part in parts(batches, self.params.micro_batch):
                 self.learner.add(part, self.samples, sums)
         sums.stalled_seconds = {"data": sums.data_seconds}
+        sums.memory = memory_bytes()
         return sums
 
     def _skip_nonfinite(self, step: int, loss: float, norm: float, batches: Sequence[Batch]) -> None:
@@ -696,6 +698,14 @@ def _content(receipt: Receipt) -> str:
     return str(receipt.results.get("digest", receipt.content_digest()))
 
 
+def starving(stalled: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """The side that waits for the other, `drafter` or `target`, and for which share of `seconds`; nothing below 1%."""
+    sides = {"drafter": stalled.get("drafter_features", 0.0), "target": stalled.get("target_credit", 0.0)}
+    side = max(sides, key=lambda name: sides[name])
+    share = sides[side] / max(seconds, 1e-9)
+    return {side: round(share, 4)} if share >= 0.01 else {}
+
+
 def memory_bytes() -> dict[str, int]:
     """The most memory in use on each GPU since the last call; empty on a CPU."""
     if not torch.cuda.is_initialized():
@@ -709,18 +719,17 @@ def memory_bytes() -> dict[str, int]:
 # ---------------------------------------------------------------- the launcher's child
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line that the launcher calls. Exit status: 0 done or ended on request, else `EXIT_BY_KIND`."""
+def main(argv: Sequence[str], ending: threading.Event) -> int:
+    """What the launcher calls through `begin.py`; `ending` is set when somebody asks to end.
+
+    Exit status: 0 done or ended on request, else `EXIT_BY_KIND`.
+    """
     parser = argparse.ArgumentParser(prog="python -m dflash.train.trainer")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="pid of the launcher; this process ends with it")
     arguments = parser.parse_args(argv)
-    ending = threading.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda *_: ending.set())
-    end_with_parent(arguments.parent)
     attempt = Attempt.read(attempt_path(arguments.directory, arguments.attempt))
     try:
         params, inputs, context = handed_over(arguments.directory, arguments.store, attempt)
@@ -731,7 +740,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave_failure(arguments.directory, attempt.invocation, error)
         return EXIT_BY_KIND.get(error.kind, 1)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

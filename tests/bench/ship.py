@@ -42,7 +42,7 @@ class Bench:
     def __init__(self, folder: Path, megabytes: int, repeat: int) -> None:
         self.folder, self.repeat = folder, repeat
         self.size = megabytes << 20
-        self.servers = [start_sshd(folder / name) for name in ("a", "b")]
+        self.servers = [start_sshd(folder / name, environment={"HOME": str(folder)}) for name in ("a", "b")]
         self.gpu = ssh_host(self.servers[0], "gpu", folder / "gpu")
         self.eval = ssh_host(self.servers[1], "eval", folder / "eval")
         self.here = LocalHost()

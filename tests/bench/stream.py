@@ -1,9 +1,13 @@
 """The feature stream with fake work of known duration: what the stream itself costs, and whether it holds memory.
 
-    {"name": ..., "ratio": whole time / the slower side's nominal work, "over_measured_work": ..., ...}  200 batches
+    {"name": ..., "ratio": whole time / the slower side's nominal work, "over_measured_work": ..., "ms_a_batch": ...}  200 batches
     {"name": ..., "mib_at": {step: resident MiB of the drafter}, ...}                                    2,000 steps
 
-`over_measured_work` divides by what the slower rank really slept, since a busy machine oversleeps.
+`over_measured_work` divides by what the slower rank really worked, since a busy machine oversleeps; `ms_a_batch` is what the
+stream adds to a batch of that rank. What is above 1 is the first batch on its way (the drafters have nothing to do meanwhile),
+the last one, and 0.5 to 1 ms a batch of messages: 2% of a batch of 40 ms here, nothing of one of 300 ms at 27B.
+
+On a machine that is busy with other things, waking up late is most of it: `chrt -f 10` in front of the command leaves that out.
 
 Work is sleep, so that two cores can play five ranks. Each rank is a forked process that talks over gloo.
 """
@@ -35,8 +39,12 @@ TOKENS, WIDTH = 256, 512
 class FakePlan:
     """Batches that only have a name and a size."""
 
-    def batch(self, number: int) -> Batch:
-        return Batch(f"{number:012d}", 0, number, 0, np.arange(1), np.asarray([TOKENS]))
+    def __init__(self, per_step: int) -> None:
+        self.per_step = per_step
+
+    def step(self, step: int) -> list[Batch]:
+        numbers = range(step * self.per_step, (step + 1) * self.per_step)
+        return [Batch(f"{number:012d}", 0, number, 0, np.arange(1), np.asarray([TOKENS])) for number in numbers]
 
 
 def label(batch: Batch) -> Label:
@@ -48,7 +56,8 @@ def target(peers: Peers, per_step: int, work: float, steps: int) -> dict[str, fl
     slept = 0.0
     sender = Sender(peers, per_step)
     features = torch.ones(1, TOKENS, WIDTH)
-    for step, place, number in own_batches(peers.roles, peers.rank, 0, per_step):
+    plan = FakePlan(per_step)
+    for step, place in own_batches(peers.roles, peers.rank, 0, per_step):
         if sender.finished:
             break
         drafter = peers.roles.drafter_of(place)
@@ -56,7 +65,7 @@ def target(peers: Peers, per_step: int, work: float, steps: int) -> dict[str, fl
             continue
         seconds = sleep(work)
         slept += seconds if step < steps else 0.0
-        batch = FakePlan().batch(number)
+        batch = plan.step(step)[place]
         if sender.credit(drafter, batch.batch_id):
             sender.send(drafter, label(batch), features.clone(), {})
     sender.finish()
@@ -73,7 +82,8 @@ def sleep(work: float) -> float:
 def drafter(peers: Peers, per_step: int, work: float, steps: int, marks: set[int]) -> dict[str, object]:
     """Takes, sleeps, and adds up a small gradient with the other drafters at the end of each step."""
     limit = 2 * TOKENS * -(-peers.roles.targets // peers.roles.drafters)
-    receiver = Receiver(peers, FakePlan(), per_step, first_step=0, width=WIDTH, dtype=torch.float32, limit=limit)
+    plan = FakePlan(per_step)
+    receiver = Receiver(peers, plan, per_step, first_step=0, width=WIDTH, dtype=torch.float32, limit=limit)
     places = peers.roles.places(peers.rank, per_step)
     memory = {}
     slept = 0.0
@@ -81,7 +91,7 @@ def drafter(peers: Peers, per_step: int, work: float, steps: int, marks: set[int
     for step in range(steps):
         receiver.grant(steps)
         for place in places:
-            batch = FakePlan().batch(step * per_step + place)
+            batch = plan.step(step)[place]
             receiver.take(batch, label(batch))
             slept += sleep(work)
             receiver.done()
@@ -145,6 +155,7 @@ def main() -> None:
                 "n": 1,
             }
             line["over_measured_work"] = round(seconds / slept, 3)
+            line["ms_a_batch"] = round(1e3 * (seconds - slept) / (of_target if slower == "target" else of_drafter), 2)
             print(json.dumps({**line, "min": seconds, "median": seconds, "max": seconds}), flush=True)
     marks = {100, 500, 1000, 1500, 2000}
     *_, found = run(2, 1, steps=2000, per_step=2, work=(0.0005, 0.0005), marks=marks)

@@ -101,7 +101,9 @@ class Soak:
     def __init__(self, folder: Path, seed: int, broken: bool) -> None:
         self.folder = folder
         self.random = random.Random(seed)
-        self.servers: dict[str, Sshd] = {name: start_sshd(folder / f"sshd-{name}") for name in ("gpu", "eval")}
+        self.servers: dict[str, Sshd] = {
+            name: start_sshd(folder / f"sshd-{name}", environment={"HOME": str(folder)}) for name in ("gpu", "eval")
+        }
         self.proxies = {name: Proxy(server.address, server.port) for name, server in self.servers.items()}
         self.hosts = {
             name: ssh_host(server, name, folder / name, through=self.proxies[name])

@@ -37,6 +37,8 @@ def test_killed_children_end_the_connection_and_nothing_else(sshd: Sshd) -> None
     with subprocess.Popen(ssh(sshd, "echo here; exec sleep 60"), stdout=subprocess.PIPE) as client:
         assert client.stdout is not None
         assert client.stdout.readline() == b"here\n"
+        while "sleep" not in {command_name(pid) for pid in sshd.commands()}:
+            time.sleep(0.01)
         assert sshd.kill_children() > 0
         assert client.wait(10) == 255
     assert subprocess.run(ssh(sshd, "true"), timeout=30, check=False).returncode == 0

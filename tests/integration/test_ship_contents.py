@@ -27,8 +27,9 @@ STRANGE = ["two words", 'it\'s "quoted"', "new\nline", "-rf", "$(touch x); `y` &
 
 
 @pytest.fixture
-def pair(tmp_path: Path, sshd: Sshd) -> tuple[SshHost, SshHost]:
-    """One server that plays both hosts."""
+def pair(tmp_path: Path, start_server: Callable[..., Sshd]) -> tuple[SshHost, SshHost]:
+    """One server that plays both hosts. No home, so that no start-up file of the user's shell takes its time."""
+    sshd = start_server(environment={"HOME": str(tmp_path)})
     return ssh_host(sshd, "gpu", tmp_path / "gpu"), ssh_host(sshd, "eval", tmp_path / "eval")
 
 
@@ -92,7 +93,7 @@ def test_a_file_over_4_gib_arrives_and_stays_sparse(pair: tuple[SshHost, SshHost
 def test_many_rekeys_on_one_connection_do_no_harm(
     tmp_path: Path, start_server: Callable[..., Sshd], plane: Plane
 ) -> None:
-    server = start_server(more="RekeyLimit 2M")
+    server = start_server(more="RekeyLimit 2M", environment={"HOME": str(tmp_path)})
     source, destination = (ssh_host(server, name, tmp_path / name) for name in ("gpu", "eval"))
     write_random(source.workdir / "data", 24 << 20, 5)
     ship(source, Path("data"), destination, Path("data"), plane=plane, attempts=1)

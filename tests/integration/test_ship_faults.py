@@ -72,7 +72,9 @@ class Road:
 
 @pytest.fixture
 def road(tmp_path: Path, start_server: Callable[..., Sshd]) -> Iterator[Road]:
-    made = Road(tmp_path, {"gpu": start_server("a"), "eval": start_server("b")})
+    made = Road(
+        tmp_path, {name: start_server(name + "-sshd", environment={"HOME": str(tmp_path)}) for name in ("gpu", "eval")}
+    )
     yield made
     for proxy in made.proxies.values():
         proxy.close()
@@ -94,10 +96,18 @@ def test_a_killed_sshd_child_fails_the_copy_and_the_next_one_resumes(road: Road,
 @pytest.mark.parametrize(("side", "plane"), [("eval", "ssh"), ("gpu", "paramiko")])
 def test_a_dead_link_is_an_error_within_20_s_and_the_next_copy_resumes(road: Road, side: str, plane: Plane) -> None:
     road.proxies[side].arm("blackhole", direction="up" if side == "eval" else "down", after=HALF)
-    start = time.monotonic()
+    died: list[float] = []
+    waiting = threading.Thread(
+        target=lambda: (
+            waiting_until(lambda: road.proxies[side].counts()["fired"] > 0, 60) and died.append(time.monotonic())
+        )
+    )
+    waiting.start()
     with pytest.raises(TransientError):
         road.ship(attempts=1, plane=plane)
-    assert time.monotonic() - start < 20
+    ended = time.monotonic()
+    waiting.join()
+    assert ended - died[0] < 20
     road.require_nothing_visible()
     road.proxies[side].drop()
     road.proxies[side].restore()

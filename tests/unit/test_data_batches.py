@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.base.errors import CorruptError, PermanentError
-from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_samples, load_validation_samples
+from dflash.data.batches import (
+    Batch,
+    BatchPlan,
+    Samples,
+    collate,
+    evenly_dealt,
+    load_train_samples,
+    load_validation_samples,
+)
 from dflash.data.buckets_params import BucketsParams
 from dflash.data.schemas import SAMPLES
 from dflash.data.tables import ROW_GROUP, TableWriter, read_rows, write_table
@@ -47,7 +55,7 @@ def first_batches(plan: BatchPlan, count: int) -> list[Batch]:
     found: list[Batch] = []
     while len(found) < count:
         found.extend(plan.step(len(found) // plan.params.batches_per_step))
-    return found[:count]
+    return sorted(found, key=lambda batch: (batch.epoch, batch.index))[:count]
 
 
 def facts(batch: Batch) -> tuple:
@@ -83,7 +91,7 @@ def test_any_step_asked_for_in_any_order_is_what_walking_gives(
     fresh = plan_of(lengths, params)
     for step in steps:
         assert [facts(batch) for batch in fresh.step(step)] == in_order[step]
-    numbers = [(epoch, index) for step in in_order for _, epoch, index, *_ in step]
+    numbers = [place for step in in_order for place in sorted((epoch, index) for _, epoch, index, *_ in step)]
     assert numbers == [divmod(number, walked.batches_per_epoch) for number in range(len(numbers))]
 
 
@@ -117,8 +125,8 @@ def test_the_order_is_pinned_for_ever() -> None:
         [5, 9, 2, 7, 7, 3, 8, 1], BucketsParams(token_budget=18, max_seq_len=9, quantiles=2, batches_per_step=2)
     )
     assert [facts(batch) for batch in plan.step(0)] == [
-        ("7b7f5be99e60", 0, 0, 1, [4, 6], [7, 8]),
         ("baa08e5c7ca8", 0, 1, 0, [5, 7, 2], [3, 1, 2]),
+        ("7b7f5be99e60", 0, 0, 1, [4, 6], [7, 8]),
     ]
 
 
@@ -139,6 +147,34 @@ def test_steps_cross_epochs_without_losing_a_batch() -> None:
     assert [(batch.epoch, batch.index) for batch in plan.step(1)] == [(0, 3), (0, 4), (1, 0)]
     with pytest.raises(ValueError, match="count from 0"):
         plan.step(-1)
+
+
+def sized(*counts: int) -> list[Batch]:
+    """Batches of so many samples, ten tokens each."""
+    return [
+        Batch(f"{place:012x}", 0, place, 0, np.arange(count), np.full(count, 10)) for place, count in enumerate(counts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "limits"),
+    [
+        ((1, 12, 3, 8, 4, 5), {2: 1.05, 3: 1.4}),
+        ((16, 1, 1, 9, 2, 2, 7, 4, 3, 1, 12, 5), {2: 1.05, 3: 1.1, 4: 1.25}),
+    ],
+)
+def test_every_rank_gets_its_share_of_the_many_short_samples(counts: tuple[int, ...], limits: dict[int, float]) -> None:
+    dealt = [len(batch.rows) for batch in evenly_dealt(sized(*counts))]
+    assert sorted(dealt) == sorted(counts)
+    for ranks, limit in limits.items():
+        shares = [sum(dealt[rank::ranks]) for rank in range(ranks)]
+        assert max(shares) <= limit * sum(counts) / ranks
+
+
+def test_the_order_in_a_step_is_a_function_of_its_batches_alone() -> None:
+    names = [batch.batch_id for batch in evenly_dealt(sized(1, 12, 3, 8, 4, 5))]
+    assert names == [batch.batch_id for batch in evenly_dealt(sized(1, 12, 3, 8, 4, 5))]
+    assert [batch.index for batch in evenly_dealt(sized(2, 2, 2))] == [0, 1, 2]
 
 
 def test_a_plan_of_nothing_is_refused() -> None:

@@ -19,7 +19,7 @@ from dflash.data.buckets_params import BucketsParams
 from dflash.model import drafter
 from dflash.model.drafter import Drafter
 from dflash.train import forward
-from dflash.train.forward import Shape, bucket_shapes, parts
+from dflash.train.forward import Shape, aligned, bucket_shapes, parts
 from dflash.train.trainer import drafter_config, load_checked_target
 
 torch.set_num_threads(1)
@@ -124,6 +124,13 @@ def test_every_bucket_has_one_shape_that_holds_all_its_batches(plain: Training) 
                 assert len(part.rows) <= shape.rows <= (params.micro_batch or 99)
                 assert part.lengths.max() <= shape.length
         assert all(shape.anchors == 5 for shape in shapes.values())
+
+
+def test_on_a_gpu_a_mask_has_rows_of_whole_vectors() -> None:
+    assert aligned(Shape(3, 5327, 61), 16) == Shape(3, 5376, 64)
+    assert aligned(Shape(3, 5376, 64), 16) == Shape(3, 5376, 64)
+    found = aligned(Shape(1, 1, 1), 7)
+    assert (found.length, found.anchors * 7 % 64) == (64, 0)
 
 
 @pytest.mark.parametrize("placed", [{}, {"anchor_chunk": 4, "activation_checkpointing": True, "micro_batch": 3}])

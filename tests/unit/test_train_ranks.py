@@ -163,21 +163,41 @@ def test_metrics_say_who_waits_for_whom(trained: dict[Any, tuple[Training, Any]]
     assert all(0 <= int(share) <= 100 for share in shares.groups())
 
 
-@pytest.mark.parametrize(("role", "said"), [("target", "the drafters starve"), ("drafter", "the targets have to wait")])
-def test_the_side_that_starves_is_named(small: Training, tmp_path: Path, role: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "side", "said"),
+    [("target", "drafter", "the drafters starve by"), ("drafter", "target", "the targets have to wait, by")],
+)
+def test_the_side_that_starves_is_named_with_its_share(
+    small: Training, tmp_path: Path, role: str, side: str, said: str
+) -> None:
     def slow() -> None:
         kind, name = (target_rank.TargetRank, "_features") if role == "target" else (drafter_rank.DrafterRank, "_learn")
         real = getattr(kind, name)
 
         def slowed(self: Any, *arguments: Any) -> Any:
-            time.sleep(0.03)
+            time.sleep(0.05)
             return real(self, *arguments)
 
         setattr(kind, name, slowed)
 
-    ran = run_topology(again(small, tmp_path), 1, 1, STEPS, changes={0 if role == "target" else 1: slow})
+    def often() -> None:
+        drafter_rank.BALANCE_EVERY = 0.0
+        if role == "drafter":
+            slow()
+
+    training = again(small, tmp_path)
+    ran = run_topology(training, 1, 1, STEPS, changes={0: slow if role == "target" else lambda: None, 1: often})
     assert succeeded(ran)
-    assert said in ran.said[1]
+    told = re.findall(rf"{said} (\d+)%: a drafter waited for features (\d+)% .* room to send (\d+)%", ran.said[1])
+    assert len(told) >= 3, "while it trains, and at the end"
+    share, drafter, target = (int(number) for number in told[-1])
+    assert abs(share - (drafter if side == "drafter" else target)) <= 1
+    assert share > 30
+    lines = last_attempts(training.directory / "metrics.jsonl")[1:]
+    assert [list(line.starving) for line in lines] == [[side]] * len(lines)
+    for line in lines:
+        waited = line.stalled_seconds["drafter_features" if side == "drafter" else "target_credit"]
+        assert line.starving[side] == pytest.approx(waited / line.seconds, abs=2e-4)
 
 
 # ---------------------------------------------------------------- steps that are odd
@@ -412,6 +432,22 @@ def test_the_digest_of_tokens_sees_a_token_and_padding() -> None:
     found = {stream.token_digest(ids, mask), stream.token_digest(ids, torch.ones_like(mask))}
     found |= {stream.token_digest(torch.tensor([[1, 3, 0]]), mask), stream.token_digest(ids.T, mask.T)}
     assert len(found) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_digest_of_weights_sees_a_bit_a_place_and_a_name(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    weights = {"b": torch.linspace(-2, 2, 15).to(dtype), "a": torch.ones(4, dtype=dtype)}
+    nudged, swapped = weights["b"].clone(), weights["b"].clone()
+    nudged[14] = 2.015625
+    swapped[[0, 14]] = swapped[[14, 0]]  # they differ in the sign's bit alone
+    others = [{**weights, "b": nudged}, {**weights, "b": swapped}, {"c": weights["b"], "a": weights["a"]}]
+    assert len({agreement.weights_digest(one) for one in (weights, *others)}) == 4
+    assert agreement.weights_digest(dict(reversed(weights.items()))) == agreement.weights_digest(weights)
+    # What a GPU does in their place.
+    sums = [int(agreement._sum_of_bits(one)) for one in (weights["b"], nudged, swapped)]
+    assert len(set(sums)) == 3
+    monkeypatch.setattr(agreement, "PIECE", 4)
+    assert int(agreement._sum_of_bits(weights["b"])) == sums[0], "pieces do not matter"
 
 
 def test_pieces_of_gradients_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None:

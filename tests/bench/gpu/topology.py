@@ -9,6 +9,9 @@ all without the first steps, against min(N * target, M * drafter). Batch ids and
 topology saves a checkpoint in mid-run; every one is ended by killing one of its ranks, which tells how long the job takes to
 end and whom it blames; the one that saved resumes, at another topology if asked, and must repeat the losses.
 
+A topology named twice runs twice, the first time with a checkpoint: side by side (`--together`), step against equal step, they
+tell what saving costs.
+
 Prints a JSON line a finding, as it comes; a part that fails says so and stops no other. The lines, and `rates.json` for
 `dflash plan --topology`, also go to $OUT. Nothing is downloaded; the data are counting texts with lengths as real completions
 have them (log-normal, mean about 2,200, cut to 8,192).
@@ -209,7 +212,7 @@ def rate(given: argparse.Namespace) -> dict[str, Any]:
         before = time.perf_counter()
         tokens = work(len(kept) + 1)
         kept.append((tokens, time.perf_counter() - before))
-    beside = packing_beside(given, work, plan, samples, config) if given.role == "target" else {}
+    beside = packing_beside(given, work, plan, samples, config) if given.packing and given.role == "target" else {}
     rates = sorted(tokens / seconds for tokens, seconds in kept)
     peak = torch.cuda.max_memory_allocated(given.device) if given.device.startswith("cuda") else 0
     return {
@@ -362,7 +365,7 @@ def rate_command(given: argparse.Namespace, role: str, device: str, folder: Path
     for option in ("anchors", "anchor_chunk", "token_budget"):
         if getattr(given, option) is not None:
             command += [f"--{option.replace('_', '-')}", str(getattr(given, option))]
-    return [*command, *(["--tiny"] if given.tiny else [])]
+    return [*command, *(["--tiny"] if given.tiny else []), *(["--packing"] if given.packing else [])]
 
 
 def measure_rates(given: argparse.Namespace, scratch: Path) -> dict[str, float]:
@@ -514,31 +517,41 @@ def summary(lines: Sequence[MetricsLine], warmup: int, saved_after: int | None) 
     }
 
 
-def disturbance(lines: Sequence[MetricsLine], saved_after: int) -> dict[str, Any]:
-    """What a checkpoint after step `saved_after` cost: the pause of the loop, and how much slower the steps behind it are.
-
-    Steps differ in their batches, so seconds are compared a token.
-    """
+def pause(lines: Sequence[MetricsLine], saved_after: int) -> dict[str, Any]:
+    """How long the loop waited for a checkpoint after step `saved_after`: the wall time behind it that was no step."""
     wall = dict(zip((line.step for line in lines[1:]), seconds_between(lines), strict=True))
-    by_step = {line.step: line for line in lines}
-    behind = by_step.get(saved_after + 1)
-    calm = [line.seconds / line.tokens for line in lines[2:] if line.step <= saved_after]
-    after = [line.seconds / line.tokens for line in lines if saved_after < line.step <= saved_after + 3]
-    if behind is None or not calm or not after:
-        return {"error": "too few steps around the checkpoint"}
-    usual = statistics.median(calm)
+    behind = {line.step: line for line in lines}.get(saved_after + 1)
+    if behind is None:
+        return {"error": "no step behind the checkpoint"}
+    return {"saved_after_step": saved_after, "pause_seconds": round(wall[behind.step] - behind.seconds, 3)}
+
+
+def disturbance(saving: Sequence[MetricsLine], calm: Sequence[MetricsLine], saved_after: int) -> dict[str, Any]:
+    """How much slower the steps behind a checkpoint are than the same steps of a run that did not save.
+
+    Steps differ in their batches, so only equal steps can be compared; those before the checkpoint show how equal the runs are.
+    """
+    ours, theirs = (
+        dict(zip((line.step for line in lines[1:]), seconds_between(lines), strict=True)) for lines in (saving, calm)
+    )
+    ratios = {step: round(ours[step] / theirs[step], 4) for step in sorted(ours.keys() & theirs.keys()) if step > 2}
+    after = [step for step in ratios if saved_after < step <= saved_after + 4]
+    before = [step for step in ratios if step <= saved_after]
+    if not after or not before:
+        return {"error": "too few equal steps around the checkpoint"}
+    total = {name: sum(lines[step] for step in after) for name, lines in (("saving", ours), ("calm", theirs))}
     return {
         "saved_after_step": saved_after,
-        "pause_seconds": round(wall[behind.step] - behind.seconds, 3),
-        "steps_after_vs_before": round(statistics.mean(after) / usual, 4),
-        "calm_spread": round((max(calm) - min(calm)) / usual, 4),
+        "ratio_by_step": ratios,
+        "before": round(sum(ours[step] for step in before) / sum(theirs[step] for step in before), 4),
+        "while_writing": round(total["saving"] / total["calm"], 4),
     }
 
 
 def run_topology(given: argparse.Namespace, split: Split, first_gpu: int, scratch: Path, saves: bool, rank: int) -> Any:
     """One topology from its start to the death of one of its ranks. Returns (training, lines), or None when it failed."""
     device = f"cuda:{first_gpu}" if given.device.startswith("cuda") else given.device
-    training = make_job(scratch / str(split).replace(":", "_"), given, split, device)
+    training = make_job(Path(tempfile.mkdtemp(dir=scratch)), given, split, device)
     saved_after = given.checkpoint_step if saves else None
     schedule.merge_steps(training.directory, [9_999, *([saved_after] if saved_after else [])])
     running = Running.start(training, 1)
@@ -575,7 +588,7 @@ def watch_topology(
             **summary(lines, given.warmup, saved_after),
         )
     if saved_after is not None:
-        say("checkpoint", split=str(split), **disturbance(lines, saved_after))
+        say("checkpoint", split=str(split), **pause(lines, saved_after))
     if not wrong:
         kill(running, split, rank)
     return running.lines()
@@ -659,8 +672,10 @@ def compare(results: dict[str, Sequence[MetricsLine]], rates: dict[str, float], 
     )
     measured = []
     for name, lines in results.items():
-        split = Split.parse(name)
+        split = Split.parse(name.split()[0])
         saved = given.checkpoint_step if name == given.checkpoint else None
+        if name.endswith(" again") and given.checkpoint in results:
+            say("disturbance", split=str(split), **disturbance(results[given.checkpoint], lines, given.checkpoint_step))
         if len(lines) <= given.warmup + 1:
             continue
         reached = summary(lines, given.warmup, saved)["tokens_per_second"]
@@ -732,6 +747,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--together", action="store_true", help="run topologies side by side where they fit")
     parser.add_argument("--no-rates", action="store_true", help="leave out the roles alone")
     parser.add_argument("--rate-seconds", type=float, default=20.0)
+    parser.add_argument("--packing", action="store_true", help="also what padding instead of packing would give (slow)")
     parser.add_argument("--layers", type=int, default=64, help="of the target")
     parser.add_argument("--draft-layers", type=int, default=5)
     parser.add_argument("--anchors", type=int, default=None, help="max_anchors (512)")
@@ -782,12 +798,13 @@ def measure(given: argparse.Namespace, scratch: Path) -> int:
     saved: list[tuple[Training, Sequence[MetricsLine]]] = []
 
     def one(number: int, split: Split, gpu: int) -> None:
-        saves = str(split) == given.checkpoint
+        name = str(split) if split not in splits[:number] else f"{split} again"
+        saves = name == given.checkpoint
         # A target, then the last drafter, then the one that leads.
         rank = (0, split.gpus - 1, split.targets)[number % 3]
         found = guarded(f"topology {split}", lambda: run_topology(given, split, gpu, scratch, saves, rank))
         if found:
-            results[str(split)] = found[1]
+            results[name] = found[1]
             if saves and schedule.exists(found[0].directory, given.checkpoint_step):
                 saved.append(found)
 
