@@ -1,4 +1,5 @@
 # make run    fresh clone -> .venv with locked dependencies -> the demo pipeline -> results/runs/demo/latest/report.html
+# make run-two-hosts   the demo over two throwaway sshd on loopback: one trains, one judges, this process controls
 # make test   linters, types and the whole test suite that needs no GPU
 # make bench  benchmarks that need no GPU, one JSON line each
 # make fmt    format everything
@@ -10,11 +11,14 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # One thread a process: the demo and the tests run several processes, and small models gain nothing from more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test bench fmt clean lint
+.PHONY: run run-two-hosts test bench fmt clean lint
 .DELETE_ON_ERROR:
 
 run: $(VENV)/ready
 	$(BIN)/dflash run
+
+run-two-hosts: $(VENV)/ready
+	$(BIN)/python tests/two_hosts.py
 
 test: lint
 	DFLASH_ZLAB_PATH=$(CURDIR)/$(VENV)/oracles/zlab DFLASH_FLA_PATH=$(CURDIR)/$(VENV)/oracles/fla \

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,7 +42,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-register_hosts(app)
 
 ConfigFiles = Annotated[
     list[Path] | None, typer.Option("--configfile", help="Configuration; repeat to merge, later over earlier.")
@@ -64,15 +64,17 @@ def start(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 )
 def run(context: typer.Context) -> None:
-    """Run the whole pipeline: dflash run [--configfile FILE] [-n] [--recompute STAGE] [--resume] [--deep] [snakemake options].
+    """Run the whole pipeline: dflash run [--configfile FILE] [-n] [--detach] [--recompute STAGE] [--resume] [--deep] [snakemake
+    options].
 
     Verifies what stands, makes what is stale, links results/runs/RUN/latest and prints the table of results.
-    -n shows the plan only. --recompute STAGE makes a costly stage anew after a change of its code. --resume continues a
-    training ended by `dflash stop`. --deep re-reads every byte when verifying. --accept-env "why" lets a training go on whose
-    probe has drifted on this machine, and records why. Other options go to Snakemake.
+    -n shows the plan only. --detach runs in the background and survives the terminal; `dflash run` then follows its log.
+    --recompute STAGE makes a costly stage anew after a change of its code. --resume continues a training ended by `dflash
+    stop`. --deep re-reads every byte when verifying. --accept-env "why" lets a training go on whose probe has drifted on this
+    machine, and records why. Other options go to Snakemake.
     """
+    from dflash.run import detach, split_options
     from dflash.run import run as run_workflow
-    from dflash.run import split_options
     from dflash.stages import BY_NAME
 
     options = split_options(context.args)
@@ -81,7 +83,7 @@ def run(context: typer.Context) -> None:
     for name in options.recompute:
         if name not in BY_NAME or not BY_NAME[name].costly:
             raise ConfigError(f"`--recompute {name}` names no costly stage", remedy="Costly: completions, train.")
-    raise typer.Exit(run_workflow(options))
+    raise typer.Exit(detach(options, context.args) if options.detach else run_workflow(options))
 
 
 @app.command()
@@ -104,12 +106,12 @@ def plan(
     from dflash.plan.graph import build_plan
     from dflash.plan.verify import find_damage
     from dflash.plan.workflow import DEFAULT_CONFIG
-    from dflash.run import plan_as_json, print_plan, require_reachable
+    from dflash.run import check_elsewhere, plan_as_json, print_plan, require_reachable
 
     made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
     print(plan_as_json(made)) if as_json else print_plan(made)
     sys.stdout.flush()
-    damages = find_damage(made) if verify else []
+    damages = find_damage(made, there=check_elsewhere(made), everything=True) if verify else []
     for damage in damages:
         print(f"damaged: {damage.sentence()}; made again by {damage.remedy()}", file=sys.stderr)
     require_decisions(made)
@@ -187,52 +189,47 @@ def _planned(run_name: str, configfile: list[Path] | None) -> tuple[Plan, Planne
     return made, runs[0]
 
 
-def _training_of(run_name: str, configfile: list[Path] | None) -> Path:
-    """The folder of a run's training, which has begun."""
-    directory = _planned(run_name, configfile)[1].nodes["train"].directory
-    if not directory.is_dir():
-        raise PermanentError(f"run {run_name} has not begun to train", where=str(directory))
-    return directory
+def _training_of(
+    run_name: str, configfile: list[Path] | None
+) -> tuple[Path, Callable[[dict[str, Any]], dict[str, Any]] | None]:
+    """The folder of a run's training, which has begun, and what asks its host when that is another machine."""
+    from dflash.plan.places import LOCAL, planned_place
+
+    made, planned = _planned(run_name, configfile)
+    node = planned.nodes["train"]
+    if not node.directory.is_dir():
+        raise PermanentError(f"run {run_name} has not begun to train", where=str(node.directory))
+    place = planned_place(made, node)
+    if place == LOCAL:
+        return node.directory, None
+    from dflash.remote import of_training
+
+    host = made.config.inventory.get(place)
+    return node.directory, lambda request: of_training(host, made.store, node.key, request)
 
 
 @app.command()
 def stop(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")],
     finish: Annotated[bool, typer.Option("--finish", help="evaluate and report what exists on the next run")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also a training that somebody else has started")] = False,
     configfile: ConfigFiles = None,
 ) -> None:
     """End a run's training after its present step; a rerun does not revive it (`dflash run --resume` does)."""
-    from dflash.train.launch import stop as stop_training
+    from dflash.train.launch import stop_training
 
-    directory = _training_of(run_name, configfile)
-    _require_something_to_stop(directory, run_name)
-    marker = stop_training(directory, run_name, finish=finish)
+    directory, elsewhere = _training_of(run_name, configfile)
+    if elsewhere is not None:
+        elsewhere({"do": "stop", "run": run_name, "finish": finish, "force": force})
+    else:
+        stop_training(directory, run_name, finish=finish, force=force)
     config = "".join(f" --configfile {path}" for path in configfile or [])
     tail = (
         f"`dflash run{config}` evaluates and reports the scheduled checkpoints that exist"
-        if marker.finish
+        if finish
         else f"`dflash run --resume{config}` continues it, `dflash stop {run_name} --finish{config}` reports what exists"
     )
     print(f"training of {run_name} ({directory.name}) has ended; {tail}")
-
-
-def _require_something_to_stop(directory: Path, run_name: str) -> None:
-    """Refuses to mark a training stopped when it is complete, or when the one at work belongs to another config."""
-    from dflash.hosts.lease import holder
-    from dflash.train import schedule
-
-    if holder(schedule.lease_path(directory)) is not None:
-        return
-    for other in sorted(directory.parent.iterdir()):
-        record = holder(schedule.lease_path(other)) if other != directory and other.is_dir() else None
-        if record is not None and run_name in record.run.split("+"):
-            raise PermanentError(
-                f"no training of {run_name} is at work under this config ({directory.name}), but {other.name} is",
-                remedy="Name the config of that one with --configfile.",
-            )
-    scheduled = schedule.read_schedule(directory)
-    if scheduled and all(schedule.exists(directory, step) for step in scheduled):
-        raise PermanentError(f"training of {run_name} ({directory.name}) is complete; there is nothing to stop")
 
 
 @app.command()
@@ -246,8 +243,11 @@ def checkpoint(
 
     if not at_once:
         raise ConfigError("`dflash checkpoint` needs `--now`", remedy="Later steps: train.checkpoint_every.")
-    directory = _training_of(run_name, configfile)
-    step = checkpoint_now(directory, run_name)
+    directory, elsewhere = _training_of(run_name, configfile)
+    if elsewhere is not None:
+        step = int(elsewhere({"do": "checkpoint", "run": run_name})["step"])
+    else:
+        step = checkpoint_now(directory, run_name)
     print(f"step {step} of {run_name} is saved: {directory / f'step_{step}'}")
 
 
@@ -258,11 +258,18 @@ def rehearse(
     """Try a run's training on this host in minutes: memory, disk, rates, time. Leaves nothing behind."""
     from dflash.base.progress import Progress
     from dflash.base.stage import HostContext
+    from dflash.plan.places import LOCAL, planned_place
     from dflash.runner import quiet_libraries, stage_params
     from dflash.train.train_params import TrainParams
 
     made, planned = _planned(run_name, configfile)
     node = planned.nodes["train"]
+    place = planned_place(made, node)
+    if place != LOCAL:
+        raise PermanentError(
+            f"the training of {run_name} runs on {place}, and a rehearsal is of use only there",
+            remedy=f"Rehearse it on {place} with a checkout and a hosts file that plays `gpu` locally.",
+        )
     params = stage_params(node.stage, node.params, node.placement)
     assert isinstance(params, TrainParams)
     target = node.placement.get("target_path")
@@ -304,6 +311,18 @@ def stage(
     main_stage(name, params, store, step, placed, run_name)
 
 
+@app.command("ship-result", hidden=True)
+def ship_result(
+    record: Path,
+    store: Annotated[Path, typer.Option("--store", help="root of the store")],
+    shipment: Annotated[str, typer.Option("--shipment", help="JSON: what, from where, to where")],
+) -> None:
+    """Ship one result to another host; what the rules call."""
+    from dflash.shipments import ship_result as run_shipment
+
+    run_shipment(record, store, json.loads(shipment))
+
+
 @app.command("write-params", hidden=True)
 def write_params(path: Path, document: str) -> None:
     """Write the params.json of a result; what the rules call."""
@@ -327,6 +346,7 @@ def write_manifest(
     build_manifest(params.parent, store).write(params.parent / "manifest.json")
 
 
+register_hosts(app)
 register_ship(app)
 
 

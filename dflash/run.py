@@ -17,24 +17,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError, TransientError
 from dflash.base.records import Failure
+from dflash.notify import Lookout, Notifier
 from dflash.plan.code import source_root
 from dflash.plan.config import load_config
 from dflash.plan.costly import decide_recompute, require_decisions
 from dflash.plan.explain import reasons
-from dflash.plan.graph import Plan, build_plan
+from dflash.plan.graph import Node, Plan, build_plan
 from dflash.plan.links import relink_latest
-from dflash.plan.verify import find_damage, retire
+from dflash.plan.places import LOCAL, place_of, planned_place
+from dflash.plan.verify import CheckThere, find_damage, retire
 from dflash.plan.workflow import ACCEPT_ENV, DEFAULT_CONFIG
 from dflash.runner import INVOCATION, controller_identity, process_start
 
-OWN_OPTIONS = ("--configfile", "--dry-run", "--resume", "--deep", "--accept-env", "--recompute")
+OWN_OPTIONS = ("--configfile", "--dry-run", "--detach", "--resume", "--deep", "--accept-env", "--recompute")
+DETACHED = "DFLASH_DETACHED"
+"""In a detached run, the file that it writes to."""
 GRACE = 4.0
 """Seconds that jobs get between the first signal and SIGKILL: the prompt is back within five."""
 MAX_ROUNDS = 5
@@ -44,7 +50,8 @@ MAX_ROUNDS = 5
 class RunOptions:
     """What the command line says.
 
-    accept_env: why trainings may go on although their probe has drifted. snakemake: further arguments, passed on as they are.
+    accept_env: why trainings may go on although their probe has drifted. detach: in the background.
+    snakemake: further arguments, passed on as they are. causes: of a failure, as stages have left them.
     """
 
     config_files: list[Path] = field(default_factory=list)
@@ -53,7 +60,9 @@ class RunOptions:
     resume: bool = False
     deep: bool = False
     accept_env: str = ""
+    detach: bool = False
     snakemake: list[str] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
 
     @property
     def files(self) -> list[Path]:
@@ -75,17 +84,38 @@ def run(options: RunOptions) -> int:
     plan = build_plan(load_config(options.files))
     require_reachable(plan)
     if options.dry_run:
-        for damage in find_damage(plan, deep=options.deep):
+        there = check_elsewhere(plan)
+        for damage in find_damage(plan, deep=options.deep, there=there, everything=options.deep):
             say(f"damaged: {damage.sentence()}; made again by {damage.remedy()}")
         require_decisions(plan)
         print_plan(plan)
         return 0
     plan.config.results.mkdir(parents=True, exist_ok=True)
-    with owner_lock(plan.config.results) as descriptor:
+    notifier = Notifier(plan.config.inventory.notify, "+".join(run.name for run in plan.runs))
+    try:
+        with Lookout(notifier, plan.config.results, _trainings(plan)):
+            status = _run_locked(plan, options)
+    except DflashError as error:
+        notifier.tell("failure", error.message())
+        raise
+    if status == 0:
+        notifier.tell("finish", f"everything stands: {', '.join(str(run.directory) for run in plan.runs)}")
+        print_results(plan)
+    elif status < 128:
+        notifier.tell("failure", "; ".join(options.causes) or "the workflow failed; its log names the stage")
+    return status
+
+
+def _run_locked(plan: Plan, options: RunOptions) -> int:
+    """Verifies and makes what is missing, as the only `dflash run` of this results folder."""
+    there = check_elsewhere(plan)
+    if os.environ.get(DETACHED):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with owner_lock(plan.config.results, follow=True) as descriptor:
         decide_recompute(plan, options.recompute)
         _stopped(plan, resume=options.resume)
         for _ in range(MAX_ROUNDS):
-            damages = find_damage(plan, deep=options.deep)
+            damages = find_damage(plan, deep=options.deep, there=there, everything=options.deep)
             if damages:
                 for damage in damages:
                     say(f"damaged: {damage.sentence()}")
@@ -98,15 +128,86 @@ def run(options: RunOptions) -> int:
             started = time.time()
             status = run_snakemake(plan, options, descriptor)
             if status != 0:
-                _explain_failure(plan, started)
+                options.causes = _explain_failure(plan, started)
                 return status
             plan = build_plan(load_config(options.files))
             options.snakemake = []
         else:
             raise PermanentError(f"results are still damaged after {MAX_ROUNDS} rounds", remedy="Check the disk.")
         relink_latest(plan)
-    print_results(plan)
     return 0
+
+
+def _trainings(plan: Plan) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What says how each unfinished training is, here or on its host."""
+    from dflash.train.launch import health
+
+    def far(node: Node, place: str) -> dict[str, Any]:
+        from dflash.remote import of_training
+
+        return of_training(plan.config.inventory.get(place), plan.store, node.key, {"do": "training"})
+
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for node in plan.nodes.values():
+        if node.stage.name == "train" and node.missing():
+            place = planned_place(plan, node)
+            found[node.runs[0]] = partial(health, node.directory) if place == LOCAL else partial(far, node, place)
+    return found
+
+
+def detach(options: RunOptions, arguments: Sequence[str]) -> int:
+    """Starts `dflash run` in the background, in a session of its own, so that it survives this terminal.
+
+    Returns when it holds the lock of the results folder, or has ended before that.
+
+    Raises:
+        ConfigError: bad input, found before anything is started. TransientError: another run is at work here.
+    """
+    plan = build_plan(load_config(options.files))
+    require_reachable(plan)
+    results = plan.config.results
+    results.mkdir(parents=True, exist_ok=True)
+    with owner_lock(results):
+        pass  # nobody else is at work here
+    log = results / "run.log"
+    with log.open("wb") as stream:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "dflash", "run", *(word for word in arguments if word != "--detach")],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            env={**os.environ, DETACHED: str(log)},
+        )
+    while child.poll() is None and f"pid {child.pid}," not in (results / ".run.lock").read_text():
+        time.sleep(0.05)
+    if child.poll() not in (None, 0):
+        print(log.read_text(), end="", file=sys.stderr)
+        return int(child.returncode)
+    say(f"running in the background (pid {child.pid}); log: {log}; `dflash run` looks in, `kill {child.pid}` ends it")
+    return 0
+
+
+def _attach(results: Path, log: Path) -> None:
+    """Shows what a detached run writes until it has ended; Ctrl-C leaves it running."""
+    say(f"a run is at work in the background; its log follows ({log}); Ctrl-C leaves it running")
+    with log.open() as stream:
+        while _locked(results):
+            sys.stderr.write(stream.read())
+            sys.stderr.flush()
+            time.sleep(0.3)
+        sys.stderr.write(stream.read())
+
+
+def _locked(results: Path) -> bool:
+    descriptor = os.open(results / ".run.lock", os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def stale_paths(plan: Plan) -> list[Path]:
@@ -148,11 +249,49 @@ def require_reachable(plan: Plan) -> None:
             refuse_passed(node.directory, [step for step in node.steps if not node.receipt(step).exists()])
 
 
+def check_elsewhere(plan: Plan) -> CheckThere | None:
+    """What asks other hosts about the files that were left there; None when everything is here."""
+    inventory = plan.config.inventory
+    if all(place_of(inventory, host) == LOCAL for host in inventory.ids()):
+        return None
+
+    def check(place: str, files: list[list[Any]], shipped: list[str], *, deep: bool = False) -> dict[str, str]:
+        from dflash.remote import check_there
+        from dflash.there import find_faults
+
+        if place == LOCAL:
+            return find_faults(Path(), files, shipped, deep=deep)
+        if place not in inventory.entries:
+            raise ConfigError(
+                f"results that are needed were made on `{place}`, which is no longer a host",
+                where=str(inventory.file),
+                remedy="Name it again, or delete their receipts so that they are made anew.",
+            )
+        try:
+            return check_there(inventory.get(place), files, shipped, deep=deep)
+        except TransientError as error:
+            say(f"what lies on {place} cannot be checked now: {error.what}")
+            return {}
+
+    return check
+
+
+def _resume_there(plan: Plan, node: Node) -> None:
+    """Removes the stop marker of a training on another host."""
+    from dflash.remote import of_training
+
+    place = planned_place(plan, node)
+    if place != LOCAL and node.missing():
+        of_training(plan.config.inventory.get(place), plan.store, node.key, {"do": "resume"})
+
+
 def _stopped(plan: Plan, *, resume: bool) -> None:
     """Refuses to revive a training that somebody stopped, unless asked to."""
     from dflash.train.launch import clear_stop, read_stop, refuse_stopped
 
     for node in plan.nodes.values():
+        if node.stage.name == "train" and resume:
+            _resume_there(plan, node)
         marker = read_stop(node.directory) if node.stage.name == "train" else None
         if marker is None:
             continue
@@ -164,8 +303,11 @@ def _stopped(plan: Plan, *, resume: bool) -> None:
 
 
 @contextlib.contextmanager
-def owner_lock(results: Path) -> Iterator[int]:
+def owner_lock(results: Path, *, follow: bool = False) -> Iterator[int]:
     """Makes this process the one that runs the workflow in `results`; yields the lock's descriptor for Snakemake to inherit.
+
+    Args:
+        follow: show the log of a detached run until it has ended, instead of refusing.
 
     Raises:
         TransientError: another `dflash run` (or the Snakemake it started) is alive; says whose.
@@ -177,13 +319,18 @@ def owner_lock(results: Path) -> Iterator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = path.read_text().strip() or "unknown"
-            raise TransientError(
-                f"another `dflash run` is at work here ({owner})",
-                where=str(results),
-                remedy="Wait for it, or end it with Ctrl-C there; training goes on either way.",
-            ) from None
+            log = Path(owner.partition(", log ")[2])
+            if not (follow and log.is_file()):
+                raise TransientError(
+                    f"another `dflash run` is at work here ({owner})",
+                    where=str(results),
+                    remedy="Wait for it, or end it with Ctrl-C there; training goes on either way.",
+                ) from None
+            _attach(results, log)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        log_note = f", log {os.environ[DETACHED]}" if os.environ.get(DETACHED) else ""
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode(), 0)
+        os.pwrite(descriptor, f"pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}{log_note}\n".encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -194,7 +341,9 @@ def snakemake_command(options: RunOptions) -> list[str]:
     root = source_root()
     snakefile = Path("Snakefile") if Path("Snakefile").is_file() else root / "Snakefile"
     profile = Path("profiles/default") if Path("profiles/default").is_dir() else root / "profiles/default"
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--workflow-profile", str(profile)]
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile)]
+    if "--workflow-profile" not in options.snakemake:
+        command += ["--workflow-profile", str(profile)]
     command += ["--configfile", *map(str, options.config_files)] if options.config_files else []
     if not {"--quiet", "-q", "--verbose"} & set(options.snakemake):
         command += ["--quiet", "all"]
@@ -288,8 +437,9 @@ def _forget_incomplete(plan: Plan, options: RunOptions) -> None:
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _explain_failure(plan: Plan, since: float) -> None:
-    """Names the causes that stages have left behind since a time (seconds of the epoch)."""
+def _explain_failure(plan: Plan, since: float) -> list[str]:
+    """Says and returns the causes that stages have left behind since a time (seconds of the epoch)."""
+    causes = []
     for node in plan.nodes.values():
         for path in sorted(node.directory.glob("failure*.json")):
             if path.stat().st_mtime < since:
@@ -299,7 +449,9 @@ def _explain_failure(plan: Plan, since: float) -> None:
             except DflashError:
                 continue
             if node.missing():
-                say(f"{node.name} {node.key}: {failure.message}")
+                causes.append(f"{node.name} {node.key}: {failure.message}")
+                say(causes[-1])
+    return causes
 
 
 def print_results(plan: Plan) -> None:
@@ -351,6 +503,8 @@ def split_options(arguments: Sequence[str]) -> RunOptions:
             options.config_files.append(Path(word.partition("=")[2]))
         elif word in ("-n", "--dry-run", "--dryrun"):
             options.dry_run = True
+        elif word == "--detach":
+            options.detach = True
         elif word == "--resume":
             options.resume = True
         elif word == "--deep":

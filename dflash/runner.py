@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from dflash import bundle
 from dflash.base.environment import collect, store_environment
 from dflash.base.errors import CorruptError, DflashError, PermanentError
 from dflash.base.files import DigestCache, append_line, fsync_directory, locked, sha256_file, write_json
@@ -31,7 +32,18 @@ from dflash.base.params import PLACEMENT, Params
 from dflash.base.progress import Progress
 from dflash.base.records import Failure, OutputFile, ParamsFile, Receipt, now
 from dflash.base.stage import HostContext, Inputs, Outputs
-from dflash.base.store import checkpoint_directory, load_inputs, read_params, receipt_path
+from dflash.base.store import (
+    STEPWISE_RECEIPTS,
+    checkpoint_directory,
+    load_inputs,
+    read_params,
+    receipt_path,
+    shipped_artifact,
+    shipped_directory,
+    stage_directory,
+    stays_there,
+)
+from dflash.ship.receipt import require_receipt
 from dflash.stages import BY_NAME, Stage
 
 INVOCATION = "DFLASH_INVOCATION"
@@ -77,8 +89,11 @@ class Job:
         return f"{self.placement.get('node', self.stage.name)}{step}"
 
 
-def run_job(job: Job) -> Receipt:
+def run_job(job: Job, elsewhere: Callable[[Job], Receipt] | None = None) -> Receipt:
     """Runs a stage and writes its receipt; returns at once when the receipt stands.
+
+    Args:
+        elsewhere: what runs it on another host and brings its receipt back, when it is not to run in this process.
 
     Raises:
         DflashError: of the kind that says whether a retry may help.
@@ -86,12 +101,12 @@ def run_job(job: Job) -> Receipt:
     watch_controller()
     _refuse_repeated_failure(job)
     try:
-        if job.stage.name == "train":
+        if job.stage.name == "train" and elsewhere is None:
             return _wait_for_checkpoint(job)
         with locked(_lock_path(job)):
             if job.receipt.exists():
                 return Receipt.read(job.receipt)
-            return _run_locked(job)
+            return _run_locked(job) if elsewhere is None else elsewhere(job)
     except DflashError as error:
         if error.kind != "transient":
             _leave_failure(job, error)
@@ -107,7 +122,7 @@ def _run_locked(job: Job) -> Receipt:
     document = read_params(job.directory)
     params = stage_params(job.stage, document, job.placement)
     inputs = _inputs(job, document)
-    verify_inputs(inputs)
+    verify_inputs(inputs, job.placement.get("elsewhere", ()))
     work = job.directory / (f".work.step_{job.step}" if job.step is not None else ".work")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -136,8 +151,22 @@ def _run_locked(job: Job) -> Receipt:
     )
     receipt.write(job.receipt)
     job.failure.unlink(missing_ok=True)
-    _say_how_far(job, "evaluated")
     return receipt
+
+
+def beside_copies(job: Job, document: ParamsFile) -> dict[str, bytes]:
+    """What must lie beside the shipped inputs of a job, by path in a store: their receipts, and the probe under which a
+    shipped checkpoint was trained. Read where the controller keeps them."""
+    found = {}
+    for name in job.placement.get("shipped", []):
+        stage, key = name.split("/", 1)[0], document.upstream[name]
+        directory, folder = stage_directory(job.store, stage, key), shipped_directory(Path(), stage, key)
+        step = job.step if stage in STEPWISE_RECEIPTS else None
+        found[str(receipt_path(folder, stage, step))] = receipt_path(directory, stage, step).read_bytes()
+        probe = directory / "probe.safetensors"
+        if stage == "train" and probe.exists():
+            found[str(folder / probe.name)] = probe.read_bytes()
+    return found
 
 
 def stage_params(stage: Stage, document: ParamsFile, placement: Mapping[str, Any]) -> Params:
@@ -161,25 +190,37 @@ def stage_params(stage: Stage, document: ParamsFile, placement: Mapping[str, Any
 
 def _inputs(job: Job, document: ParamsFile) -> Inputs:
     target = job.placement.get("target_path")
+    shipped = job.placement.get("shipped", [])
+    for name in shipped:
+        stage, key = name.split("/", 1)[0], document.upstream[name]
+        step = job.step if stage in STEPWISE_RECEIPTS else None
+        if stage not in STEPWISE_RECEIPTS or step is not None:
+            require_receipt(shipped_artifact(job.store, stage, key, step))
     return load_inputs(
         document,
         job.store,
         files={digest: Path(path) for digest, path in job.placement.get("files", {}).items()},
         target_path=Path(target) if target else None,
         step=job.step,
+        shipped=shipped,
     )
 
 
-def verify_inputs(inputs: Inputs) -> None:
+def verify_inputs(inputs: Inputs, elsewhere: Collection[str] = ()) -> None:
     """Checks that upstream outputs and external files are what their digests say.
+
+    Args:
+        elsewhere: inputs of a report that were made on other hosts: what was left there is not missing.
 
     Raises:
         CorruptError: a file is missing or has other bytes; names it.
     """
     cache = DigestCache()
-    for upstream in inputs.upstream.values():
+    for name, upstream in inputs.upstream.items():
         for output in upstream.receipt.outputs if upstream.receipt else []:
             path = upstream.directory / output.path
+            if name in elsewhere and stays_there(output) and not path.exists():
+                continue
             if not path.exists() or path.stat().st_size != output.size or cache.sha256(path) != output.sha256:
                 raise CorruptError(
                     "an input is missing or its bytes are not those its receipt records",
@@ -241,7 +282,7 @@ def _wait_for_checkpoint(job: Job) -> Receipt:
 
     The receipt lists the exported drafter, not `manifest.json`, which holds times: equal trainings have equal receipts.
     """
-    from dflash.train.launch import ensure_alive, wait_for_step
+    from dflash.train.launch import ensure_alive, on_scheduler, train_segment, wait_for_step
 
     if job.step is None:
         raise PermanentError("train has one receipt a step; no step was given", where=job.label)
@@ -262,11 +303,15 @@ def _wait_for_checkpoint(job: Job) -> Receipt:
             "threads": context.threads,
             "target_path": job.placement.get("target_path"),
             "accept_env": str(job.placement.get("accept_env", "")),
+            "shipped": list(job.placement.get("shipped", [])),
             "values": {name: job.placement[name] for name in placement_fields(job.stage) if name in job.placement},
         },
     )
     steps = [int(step) for step in job.placement.get("steps", [job.step])]
-    ensure_alive(job.directory, job.store, placement, job.run, steps)
+    if on_scheduler():
+        train_segment(job.directory, job.store, placement, job.run, job.step, progress=context.progress)
+    else:
+        ensure_alive(job.directory, job.store, placement, job.run, steps, progress=context.progress)
     manifest = wait_for_step(job.directory, job.step, progress=context.progress)
     folder = checkpoint_directory(Path(), job.step) / "drafter"
     receipt = Receipt(
@@ -282,13 +327,13 @@ def _wait_for_checkpoint(job: Job) -> Receipt:
         environment=store_environment(job.store, manifest.environment),
     )
     receipt.write(job.receipt)
-    _say_how_far(job, "trained")
     return receipt
 
 
-def _say_how_far(job: Job, done: str) -> None:
+def _say_how_far(job: Job) -> None:
     """How many of the scheduled checkpoints have been trained, or evaluated."""
     steps = job.placement.get("steps")
+    done = "trained" if job.stage.name == "train" else "evaluated"
     if job.step is not None and steps:
         count = sum(receipt_path(job.directory, job.stage.name, step).exists() for step in steps)
         Progress(job.label).say(f"{count} of {len(steps)} checkpoints {done}")
@@ -377,4 +422,13 @@ def main_stage(name: str, params: Path, store: Path, step: int | None, placement
     if name not in BY_NAME:
         raise PermanentError(f"there is no stage {name!r}", remedy=f"Stages: {', '.join(BY_NAME)}.")
     with quiet_libraries():
-        run_job(Job(BY_NAME[name], params, store, step, placement, run))
+        job = Job(BY_NAME[name], params, store, step, placement, run)
+        if placement.get("hosts"):
+            from dflash.remote import run_there
+
+            run_job(job, run_there)
+        else:
+            if placement.get("shipped"):
+                bundle.place(beside_copies(job, read_params(job.directory)), job.store)
+            run_job(job)
+        _say_how_far(job)

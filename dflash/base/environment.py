@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any
 from dflash.base.files import read_json
 from dflash.base.records import Environment
 
+GIT_VARIABLE = "DFLASH_GIT"
+"""How a stage on another host learns which commit its code is of: what `git_facts` said on the controller, as JSON."""
 ALLOWED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "MKL_NUM_THREADS",
@@ -105,7 +108,7 @@ def git_facts() -> dict[str, Any]:
     top = git("rev-parse", "--show-toplevel")
     commit = git("rev-parse", "HEAD")
     if top is None or commit is None or Path(top).resolve() != root:
-        return {}
+        return dict(json.loads(os.environ.get(GIT_VARIABLE) or "{}"))
     changed = git("status", "--porcelain", "--untracked-files=no") or ""
     return {"commit": commit, "dirty": bool(changed), "changed": [line[3:] for line in changed.splitlines()][:50]}
 

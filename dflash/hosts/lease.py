@@ -13,6 +13,7 @@ import fcntl
 import getpass
 import json
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from pydantic import ValidationError
 from dflash.base.errors import PermanentError
 from dflash.base.records import LeaseRecord, now
 
+CLONE, USER = "DFLASH_CLONE", "DFLASH_USER"
+"""Whose work this is when another machine asked for it: its checkout and its user."""
 PROBE_GRACE = 0.5
 """Seconds that `acquire` goes on trying: a look by `holder` takes the lock for microseconds."""
 
@@ -57,12 +60,20 @@ class Lease:
 
 def new_record(resource: str, key: str, run: str) -> LeaseRecord:
     """A record that names this process, its user and its checkout as the holder."""
-    clone = str(Path(__file__).resolve().parents[2])
-    return LeaseRecord(resource=resource, key=key, run=run, user=user_name(), clone=clone, pid=os.getpid(), start=now())
+    return LeaseRecord(
+        resource=resource, key=key, run=run, user=user_name(), clone=clone_name(), pid=os.getpid(), start=now()
+    )
+
+
+def clone_name() -> str:
+    """The checkout that asks, `machine:folder`."""
+    return os.environ.get(CLONE) or f"{socket.gethostname()}:{Path(__file__).resolve().parents[2]}"
 
 
 def user_name() -> str:
-    """The login name, or the uid where there is none (bare containers)."""
+    """The login name of who asks, or the uid where there is none (bare containers)."""
+    if os.environ.get(USER):
+        return os.environ[USER]
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -183,6 +194,11 @@ def gpu_leases(device: str) -> dict[Path, str]:
     name = visible[index] if index < len(visible) else str(index)
     identity = _gpu_uuids().get(name, name)
     return {leases_folder() / f"gpu-{identity}.json": f"GPU {identity}"}
+
+
+def cpu_lease(host: str) -> dict[Path, str]:
+    """The lease file of a host that trains on its CPU: trainings take turns there, as they do on a GPU."""
+    return {leases_folder() / f"cpu-{host}.json": f"the CPU of {host}"}
 
 
 def _gpu_uuids() -> dict[str, str]:

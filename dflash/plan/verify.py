@@ -8,14 +8,25 @@ an output (digests are remembered by inode, size and modification time); `deep` 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash.base.errors import CorruptError, DecisionNeeded
-from dflash.base.files import DigestCache, sha256_file
+from dflash.base.files import DigestCache, read_json, sha256_file
 from dflash.base.records import CheckpointManifest, Receipt, RunManifest
-from dflash.base.store import STEPWISE_RECEIPTS, checkpoint_directory, read_params, receipt_path
+from dflash.base.store import (
+    STEPWISE_RECEIPTS,
+    checkpoint_directory,
+    read_params,
+    receipt_path,
+    shipped_artifact,
+    stage_directory,
+    stays_there,
+)
 from dflash.plan.graph import Node, Plan, PlannedRun
+from dflash.plan.places import LOCAL, TARGET, Shipment, place_of, shipments
 
 
 @dataclass(frozen=True)
@@ -38,17 +49,33 @@ class Damage:
         return f"`dflash run --recompute {stage.name}`" if stage.costly else "`dflash run`"
 
 
-def find_damage(plan: Plan, *, deep: bool = False) -> list[Damage]:
-    """All damaged results of a plan, upstream first."""
+CheckThere = Callable[[str, list[list[Any]], list[str]], dict[str, str]]
+"""Asks a place about its files: (place, [[path in its workdir, size, sha256], ...], [path of a shipped copy, ...]) -> path ->
+what is wrong with it."""
+
+
+def find_damage(
+    plan: Plan, *, deep: bool = False, there: CheckThere | None = None, everything: bool = False
+) -> list[Damage]:
+    """All damaged results of a plan, upstream first.
+
+    Args:
+        deep: read every byte.
+        there: asks other hosts about what was left there; None leaves it out.
+        everything: ask also about what no missing result will read.
+    """
     cache = DigestCache()
     found = []
     for node in plan.nodes.values():
         for step in node.steps if node.stage.stepwise else [None]:
             receipt = node.receipt(step)
             if receipt.exists() or receipt.is_symlink():
-                why = _fault(node, step, receipt, cache, deep)
+                why = _fault(plan, node, step, cache, deep)
                 if why:
                     found.append(Damage(node, step, receipt, why))
+    if there is not None:
+        known = {damage.receipt for damage in found}
+        found += [damage for damage in damage_elsewhere(plan, there, everything) if damage.receipt not in known]
     for run in plan.runs:
         manifest = run.directory / "manifest.json"
         why = _manifest_fault(run, manifest) if manifest.exists() else None
@@ -58,7 +85,99 @@ def find_damage(plan: Plan, *, deep: bool = False) -> list[Damage]:
     return found
 
 
-def _fault(node: Node, step: int | None, path: Path, cache: DigestCache, deep: bool) -> str | None:
+def damage_elsewhere(plan: Plan, there: CheckThere, everything: bool) -> list[Damage]:
+    """Results whose bytes are gone on the host that made them, as far as a missing result needs them; a shipment's record
+    whose copy is gone is retired at once, for a copy costs nothing but the copying."""
+    results: dict[str, dict[str, tuple[Node, int | None]]] = {}
+    files: dict[str, list[list[Any]]] = {}
+    copies: dict[str, dict[str, Path]] = {}
+    for node, step in _needed(plan, everything):
+        receipt = Receipt.read(node.receipt(step))
+        place = place_of(plan.config.inventory, receipt.host)
+        if place == LOCAL:
+            continue
+        for output in receipt.outputs:
+            name = f"results/store/{node.stage.name}/{node.key}/{output.path}"
+            if name not in results.setdefault(place, {}):
+                results[place][name] = (node, step)
+                files.setdefault(place, []).append([name, output.size, output.sha256])
+    for node, step in _to_make(plan):
+        for shipment in shipments(plan, node, step).values():
+            if shipment.path.exists() and not _is_of(shipment, plan):
+                _retire(shipment.path)  # what it tells of has been made again since, with other content
+            elif shipment.path.exists():
+                copies.setdefault(shipment.destination, {})[_copy_path(plan, shipment)] = shipment.path
+    found: dict[Path, Damage] = {}
+    for place in sorted({*files, *copies}):
+        faults = there(place, files.get(place, []), list(copies.get(place, {})))
+        for path, why in faults.items():
+            if path in copies.get(place, {}):
+                _retire(copies[place][path])
+            else:
+                node, step = results[place][path]
+                found.setdefault(node.receipt(step), Damage(node, step, node.receipt(step), f"on {place}: {why}"))
+    return list(found.values())
+
+
+def _is_of(shipment: Shipment, plan: Plan) -> bool:
+    """Whether a shipment's record is readable and tells of the content that stands now."""
+    try:
+        record = read_json(shipment.path)
+        if shipment.stage == TARGET:
+            return True
+        standing = receipt_path(
+            stage_directory(plan.store, shipment.stage, shipment.key), shipment.stage, shipment.step
+        )
+        return not standing.exists() or record["content"] == Receipt.read(standing).content_digest()
+    except (CorruptError, KeyError, TypeError):
+        return False
+
+
+def _copy_path(plan: Plan, shipment: Shipment) -> str:
+    """Where a shipped copy lies: in the workdir of its host, or, on the controller, from the current folder."""
+    if shipment.stage == TARGET:
+        return f"targets/{shipment.key}"
+    store = plan.store if shipment.destination == LOCAL else Path("results/store")
+    return str(shipped_artifact(store, shipment.stage, shipment.key, shipment.step))
+
+
+def _to_make(plan: Plan) -> list[tuple[Node, int | None]]:
+    """What is missing, reports excepted: those read on the controller only."""
+    return [
+        (node, step)
+        for node in plan.nodes.values()
+        if node.stage.name != "report"
+        for step in (node.steps if node.stage.stepwise else [None])
+        if not node.receipt(step).exists()
+    ]
+
+
+def _needed(plan: Plan, everything: bool) -> list[tuple[Node, int | None]]:
+    """The standing results that a missing one will read and that it does not have as a copy already; or all."""
+    found: dict[Path, tuple[Node, int | None]] = {}
+    if everything:
+        for node in plan.nodes.values():
+            for step in node.steps if node.stage.stepwise else [None]:
+                if node.receipt(step).exists():
+                    found[node.receipt(step)] = (node, step)
+        return list(found.values())
+    for node, step in _to_make(plan):
+        coming = shipments(plan, node, step)
+        for name, upstream in node.inputs.items():
+            number = step if upstream.stage.stepwise else None
+            copied = name in coming and coming[name].path.exists()
+            if (number is not None or not upstream.stage.stepwise) and upstream.receipt(number).exists() and not copied:
+                found[upstream.receipt(number)] = (upstream, number)
+    return list(found.values())
+
+
+def _retire(path: Path) -> None:
+    """Takes a record out of the way."""
+    path.replace(path.with_name(f"{path.name}.retired-{time.time_ns()}"))
+
+
+def _fault(plan: Plan, node: Node, step: int | None, cache: DigestCache, deep: bool) -> str | None:
+    path = node.receipt(step)
     try:
         receipt = Receipt.read(path)
         if receipt.key != node.key or receipt.stage != node.stage.name or receipt.step != step:
@@ -68,8 +187,11 @@ def _fault(node: Node, step: int | None, path: Path, cache: DigestCache, deep: b
             CheckpointManifest.read(checkpoint_directory(node.directory, step) / "manifest.json")
     except CorruptError as error:
         return error.message()
+    elsewhere = place_of(plan.config.inventory, receipt.host) != LOCAL
     for output in receipt.outputs:
         file = node.directory / output.path
+        if elsewhere and stays_there(output) and not file.exists():
+            continue
         if not file.is_file():
             return f"{file} is missing"
         if file.stat().st_size != output.size:
@@ -136,12 +258,12 @@ def retire(plan: Plan, damages: list[Damage], recompute: list[str]) -> None:
             if path.exists() or path.is_symlink():
                 path.replace(path.with_name(f"{path.name}.{mark}"))
         if damage.node.stage.name == "train" and damage.step is not None:
-            _retire_checkpoints(damage.node.directory, damage.step, mark)
+            retire_checkpoints(damage.node.directory, damage.step, mark)
         elif damage.node.stage.name not in STEPWISE_RECEIPTS:
             _rebuild_params(damage.node)
 
 
-def _retire_checkpoints(directory: Path, step: int, mark: str) -> None:
+def retire_checkpoints(directory: Path, step: int, mark: str) -> None:
     """Moves aside the damaged checkpoint and all later ones: the trainer then resumes before it and passes them again."""
     aside = directory / mark
     aside.mkdir()

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from dflash.base.errors import ConfigError, DflashError
 from dflash.base.records import ParamsFile
+from dflash.plan import places
 from dflash.plan.config import load_config
 from dflash.plan.costly import require_decisions
 from dflash.plan.graph import Node, Plan, build_plan
@@ -107,6 +108,7 @@ class Targets:
                     found.append(upstream.receipt(step))
                 else:
                     found += [upstream.receipt(number) for number in node.params.params["steps"]]
+            found += [item.path for item in places.shipments(self.plan, node, step).values()]
             if node.stage.name == "train" and step is not None:
                 found += [node.receipt(number) for number in node.steps if number < step][-1:]
             return [str(path) for path in found]
@@ -137,13 +139,36 @@ class Targets:
     def placement(self, stage: str, wildcards: Any) -> str:
         """JSON of what enters no key: paths, device, chunk sizes, scheduled steps."""
         node = self.node(stage, wildcards)
-        placed: dict[str, Any] = {**node.placement, "node": node.name}
+        step = int(wildcards.step) if node.stage.stepwise else None
+        placed: dict[str, Any] = {
+            **node.placement,
+            **places.placement(self.plan, node, step),
+            "node": node.name,
+        }
         if node.stage.stepwise:
             placed["steps"] = node.steps
             placed["accept_env"] = os.environ.get(ACCEPT_ENV, "")
         if stage == "report":
             placed["manifest"] = str(node.directory / "manifest.json")
         return json.dumps(placed, sort_keys=True)
+
+    def shipment(self, wildcards: Any) -> str:
+        """JSON of a shipment: what, from where, to where."""
+        return places.shipment_json(self._shipment(wildcards), self.plan.config.inventory.file)
+
+    def shipment_upstream(self, wildcards: Any) -> list[str]:
+        """The receipt of what is shipped; nothing once the shipment's record stands, or for a target."""
+        shipment = self._shipment(wildcards)
+        if shipment.path.exists() or shipment.stage == places.TARGET:
+            return []
+        return [str(self.plan.node(shipment.stage, shipment.key).receipt(shipment.step))]
+
+    def _shipment(self, wildcards: Any) -> places.Shipment:
+        step = int(wildcards.step) if "step" in wildcards.keys() else None  # noqa: SIM118 (not a mapping)
+        found = places.find_shipment(self.plan, wildcards.key, wildcards.host, step)
+        if found is None:
+            raise ConfigError(f"no result of this config needs {wildcards.key} on {wildcards.host}")
+        return found
 
     def run_name(self, stage: str, wildcards: Any) -> str:
         """The runs that asked for the result, as one word."""

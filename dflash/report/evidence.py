@@ -418,6 +418,8 @@ def _read_data(evidence: Evidence) -> None:
 def _shared_prompts(evidence: Evidence, train: Path) -> dict[str, int] | None:
     """By prompt set, how many prompts that drafters are judged on were trained on, by id, which is a digest of content."""
     entries = evidence.entries("references")
+    if any(_left_elsewhere(evidence, entry) for entry in [*evidence.entries("dataset"), *entries]):
+        return None  # too large to come here; every evaluation has refused overlap where the files are
     trained = evidence.attempt("dataset", train, lambda path: _columns(path, ["id"]))
     if trained is None or not entries:
         return None
@@ -433,6 +435,17 @@ def _shared_prompts(evidence: Evidence, train: Path) -> dict[str, int] | None:
         ):
             shared[prompt_set] = shared.get(prompt_set, 0) + (name in known)
     return shared
+
+
+def _left_elsewhere(evidence: Evidence, entry: StageEntry) -> bool:
+    """Whether tables of a result were too large to come from the host that made it."""
+    receipt = evidence.receipts.get((entry.name, None))
+    if receipt is None or receipt.host == evidence.host:
+        return False
+    return any(
+        output.path.endswith(".parquet") and not (evidence.directory(entry) / output.path).exists()
+        for output in receipt.outputs
+    )
 
 
 def _columns(path: Path, names: list[str]) -> pa.Table:

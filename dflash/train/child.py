@@ -44,10 +44,10 @@ def handed_over(directory: Path, store: Path, attempt: Attempt) -> tuple[TrainPa
         device=placement.device,
         threads=placement.threads,
         attempt=attempt.attempt,
-        placement={**placement.values, "accept_env": placement.accept_env},
+        placement={**placement.values, "accept_env": placement.accept_env, "store": str(store)},
         progress=Progress("train"),
     )
-    return params, load_inputs(params_file, store, target_path=target_path), context
+    return params, load_inputs(params_file, store, target_path=target_path, shipped=placement.shipped), context
 
 
 def leave_failure(directory: Path, invocation: str, error: DflashError) -> None:

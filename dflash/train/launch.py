@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -44,6 +45,14 @@ LAUNCH_TIMEOUT = 120.0
 """Seconds a launcher may take to hold the lease."""
 ALREADY_HELD = 3
 """Exit status of a launcher that found the lease taken: somebody else's launcher is there already."""
+DEVICE_HELD = 7
+"""Exit status of a launcher whose GPU another training holds."""
+SCHEDULER_VARIABLES = ("DFLASH_FOREGROUND", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+"""By any of these a process knows that it is a scheduler's job; the first is for schedulers that set none of the others."""
+QUEUE_POLL = 3.0
+"""Seconds between two tries to get a GPU that is held."""
+QUEUE_SAY = 60.0
+"""Seconds between two lines that say who holds it."""
 
 
 def invocation_id(given: str | None) -> str:
@@ -62,8 +71,11 @@ def ensure_alive(
     steps: Iterable[int],
     *,
     invocation: str | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Makes sure that every step either exists or has a trainer at work on it. Returns as soon as that is so.
+
+    While another training holds the GPU it waits in line, and says behind whom.
 
     Args:
         directory: the training's folder, with its `params.json`.
@@ -73,6 +85,7 @@ def ensure_alive(
         steps: scheduled steps of that run; they join the training's schedule.
         invocation: the call of the workflow (default: `DFLASH_INVOCATION`); a permanent failure of the same call is
             repeated at once rather than tried again.
+        progress: where it says that it waits.
 
     Raises:
         PermanentError: the run was stopped; a step was passed unsaved; or this invocation has failed for good already.
@@ -87,7 +100,13 @@ def ensure_alive(
     if not ahead or _at_work(directory):
         return
     _refuse_known_failure(directory, invocation_id(invocation))
-    _start_launcher(directory, store, placement, run, invocation_id(invocation))
+    told = -QUEUE_SAY
+    while held_by := _start_launcher(directory, store, placement, run, invocation_id(invocation)):
+        if time.monotonic() - told >= QUEUE_SAY:
+            (progress or Progress("train")).say(f"waiting in line: {held_by}")
+            told = time.monotonic()
+        time.sleep(QUEUE_POLL)
+        refuse_stopped(directory)
 
 
 def wait_for_step(
@@ -140,6 +159,49 @@ def stop(directory: Path, run: str, *, finish: bool = False, timeout: float = 60
             )
         time.sleep(poll)
     return marker
+
+
+def stop_training(directory: Path, run: str, *, finish: bool, force: bool) -> None:
+    """`dflash stop`: ends a training that is ours, if there is anything to end.
+
+    Raises:
+        PermanentError: somebody else's, already complete, or another one of that run is at work. TransientError: see `stop`.
+    """
+    _require_something_to_stop(directory, run)
+    refuse_foreign(directory, force=force)
+    stop(directory, run, finish=finish)
+
+
+def _require_something_to_stop(directory: Path, run: str) -> None:
+    """Refuses to mark a training stopped when it is complete, or when the one at work belongs to another config."""
+    if lease.holder(schedule.lease_path(directory)) is not None:
+        return
+    for other in sorted(directory.parent.iterdir()):
+        record = lease.holder(schedule.lease_path(other)) if other != directory and other.is_dir() else None
+        if record is not None and run in record.run.split("+"):
+            raise PermanentError(
+                f"no training of {run} is at work under this config ({directory.name}), but {other.name} is",
+                remedy="Name the config of that one with --configfile.",
+            )
+    scheduled = schedule.read_schedule(directory)
+    if scheduled and all(schedule.exists(directory, step) for step in scheduled):
+        raise PermanentError(f"training of {run} ({directory.name}) is complete; there is nothing to stop")
+
+
+def refuse_foreign(directory: Path, *, force: bool) -> None:
+    """Refuses to touch a training that another user or another checkout has started, unless forced to.
+
+    Raises:
+        PermanentError: names the run, its user and its checkout.
+    """
+    holder = lease.holder(schedule.lease_path(directory))
+    if holder is None or force or (holder.user, holder.clone) == (lease.user_name(), lease.clone_name()):
+        return
+    raise PermanentError(
+        f"this training belongs to {holder.user}, run {holder.run}, from {holder.clone} (pid {holder.pid})",
+        where=str(directory),
+        remedy="Ask them, or end it all the same with `--force`.",
+    )
 
 
 def checkpoint_now(directory: Path, run: str, *, timeout: float = 3600.0, poll: float = 0.1) -> int:
@@ -204,6 +266,48 @@ def refuse_stopped(directory: Path) -> None:
 # ---------------------------------------------------------------- their parts
 
 
+def on_scheduler() -> bool:
+    """Whether this is a job of a batch scheduler, which kills what a job leaves behind: then nothing can be detached."""
+    return any(os.environ.get(name) for name in SCHEDULER_VARIABLES)
+
+
+def train_segment(directory: Path, store: Path, placement: Path, run: str, step: int, *, progress: Progress) -> None:
+    """Trains up to one step in the foreground, as a job of a scheduler does, and returns when the trainer has ended.
+
+    Raises:
+        PermanentError, CorruptError: as `ensure_alive`. TransientError: another training holds the GPU.
+    """
+    if schedule.exists(directory, step):
+        return
+    refuse_stopped(directory)
+    schedule.merge_steps(directory, [step])
+    _refuse_known_failure(directory, invocation_id(None))
+    argv = _launcher_command(directory, store, placement, run, invocation_id(None))
+    watch = _Watch(directory, step, progress)
+    with (directory / "trainer.log").open("ab") as log:
+        launcher = subprocess.Popen(
+            [*argv, "--foreground"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
+        )
+        while launcher.poll() is None:
+            watch.look()
+            time.sleep(POLL)
+    if launcher.returncode == DEVICE_HELD:
+        raise TransientError(
+            log_tail(directory, 1), where=str(directory), remedy="The scheduler gave one GPU to two jobs."
+        )
+
+
+def health(directory: Path) -> dict[str, Any]:
+    """What a person should be told of a training: `alert` (a checkpoint that found no space, say) and `stalled`, the share of
+    its last steps that the slowest role spent waiting."""
+    status = schedule.read_status(directory)
+    holder = lease.holder(schedule.lease_path(directory))
+    alive = holder is not None and status is not None and status.belongs_to(holder)
+    line = last_metrics(directory / "metrics.jsonl") if alive else None
+    stalled = max(line.stalled_seconds.values(), default=0.0) / max(line.seconds, 1e-9) if line else 0.0
+    return {"alert": status.alert if alive and status else "", "stalled": min(stalled, 1.0)}
+
+
 def _at_work(directory: Path) -> bool:
     """Whether a trainer holds the lease that will read the schedule again. Waits for one that is just ending."""
     deadline = time.monotonic() + LAUNCH_TIMEOUT
@@ -253,17 +357,25 @@ def _failed(failure: Failure, path: Path) -> DflashError:
     return kinds.get(failure.kind, PermanentError)(f"training failed for good: {failure.message}", where=str(path))
 
 
-def _start_launcher(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> None:
-    argv = [sys.executable, "-m", "dflash.train.launch", "--directory", str(directory.absolute())]
-    argv += ["--store", str(store.absolute()), "--placement", str(placement.absolute())]
-    argv += ["--run", run, "--invocation", invocation]
+def _start_launcher(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> str:
+    """Starts a launcher; returns who holds its GPU, or nothing when a trainer is at work."""
+    argv = _launcher_command(directory, store, placement, run, invocation)
     done = LocalHost().run(argv, timeout=LAUNCH_TIMEOUT, environment=_environment())
+    if done.status == DEVICE_HELD:
+        return done.stderr.strip() or "somebody else's training"
     if done.status not in (0, ALREADY_HELD):
         message = done.stderr.strip() or f"exit status {done.status}"
         kind = (
             PermanentError if done.status in (2, EXIT_BY_KIND["permanent"], EXIT_BY_KIND["corrupt"]) else TransientError
         )
         raise kind(f"the launcher failed: {message}", where=str(directory))
+    return ""
+
+
+def _launcher_command(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> list[str]:
+    argv = [sys.executable, "-m", "dflash.train.launch", "--directory", str(directory.absolute())]
+    argv += ["--store", str(store.absolute()), "--placement", str(placement.absolute())]
+    return [*argv, "--run", run, "--invocation", invocation]
 
 
 def _environment() -> dict[str, str]:
@@ -400,6 +512,8 @@ class _Launcher:
         paths = {schedule.lease_path(self.directory): f"training {self.params.key}"}
         for rank in range(1 if self.topology.colocate else self.topology.targets + self.topology.drafters):
             paths |= lease.gpu_leases(rank_device(self.placement.device, rank))
+        if self.placement.device == "cpu" and self.placement.host != "local":
+            paths |= lease.cpu_lease(self.placement.host)
         held = lease.acquire(paths, lease.new_record(f"training {self.params.key}", self.params.key, self.run))
         try:
             refuse_stopped(self.directory)
@@ -466,6 +580,16 @@ class _Launcher:
         print(f"{now()} the job ends in {cause}", file=sys.stderr, flush=True)
         return cause
 
+    def end_with(self, parent: int) -> None:
+        """Asks the trainer to save and end when the caller is gone (`--foreground`)."""
+
+        def watch() -> None:
+            while os.getppid() == parent:
+                time.sleep(0.25)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=watch, name="caller-watch", daemon=True).start()
+
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.ending = True
         if self.child is not None:
@@ -525,7 +649,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The launcher's command line; see the module's docstring.
 
     Exit status: 0 the lease is held and the trainer starts (with `--foreground`: the trainer has ended well), 3 somebody
-    holds the lease already, 2 config, 4 permanent, 5 corrupt, 6 transient.
+    holds the lease already, 2 config, 4 permanent, 5 corrupt, 6 transient, 7 another training holds the GPU.
     """
     parser = argparse.ArgumentParser(
         prog="python -m dflash.train.launch", description="Hold a training and its trainer."
@@ -546,11 +670,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             writer = _detach(launcher.directory / "trainer.log")
         held = launcher.take_lease()
     except DflashError as error:
-        held_already = isinstance(error, lease.LeaseHeld) and error.holder.key == arguments.directory.name
-        status = ALREADY_HELD if held_already else EXIT_BY_KIND.get(error.kind, 1)
+        status = EXIT_BY_KIND.get(error.kind, 1)
+        if isinstance(error, lease.LeaseHeld):
+            status = ALREADY_HELD if error.holder.key == arguments.directory.name else DEVICE_HELD
         _report(writer, status, error.message())
         return status
     _report(writer, 0, "")
+    if arguments.foreground:
+        launcher.end_with(os.getppid())
     return launcher.attend(held)
 
 

@@ -289,7 +289,7 @@ class Trainer:
         self.dataset = inputs.one("dataset")
         self.buckets = inputs.one("buckets")
         self.target_path = inputs.target_path
-        self.store = self.dataset.directory.parents[1]
+        self.store = Path(str(context.placement.get("store") or self.dataset.directory.parents[1]))
         self.config = drafter_config(params)
         self.step = self.first_step = 0
         self.nonfinite = 0

@@ -14,18 +14,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from sshd import Sshd, why_not
 
 from dflash.hosts.lease import holder
 from dflash.plan.code import source_root
 
-CODE = ("dflash", "workflow", "profiles", "Snakefile")
+PATIENCE = float(os.environ.get("DFLASH_TEST_PATIENCE", "1"))
+"""What every limit of time is multiplied by, for a machine that has other things to do."""
+CODE = ("dflash", "workflow", "profiles", "Snakefile", "requirements.lock")
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Workspace:
             env=self.environment(),
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=timeout * PATIENCE,
             check=False,
             stdin=subprocess.DEVNULL,
         )
@@ -170,7 +173,7 @@ def make_workspace(folder: Path, cache: Path) -> Workspace:
 
 def wait_until(condition: Any, seconds: float = 90, what: str = "") -> Any:
     """Polls until `condition()` is true; fails the test after `seconds`."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * PATIENCE
     while time.monotonic() < deadline:
         found = condition()
         if found:
@@ -208,3 +211,18 @@ def finished(tmp_path: Path, finished_run: Workspace) -> Iterator[Workspace]:
     space = Workspace(folder, finished_run.cache, config=yaml.safe_load((folder / "config/config.yaml").read_text()))
     yield space
     space.kill_trainers()
+
+
+@pytest.fixture(scope="session")
+def servers(
+    tmp_path_factory: pytest.TempPathFactory, cache: Path, require_or_skip: Callable[[str, str], None]
+) -> Iterator[dict[str, Sshd]]:
+    """Three real sshd on loopback that play `trainbox`, `judge` and `spare`."""
+    from spread import start_servers
+
+    if reason := why_not():
+        require_or_skip("sshd", reason)
+    found = start_servers(tmp_path_factory.mktemp("sshd"), cache)
+    yield found
+    for server in found.values():
+        server.stop()

@@ -210,3 +210,37 @@ def test_a_placement_with_an_unknown_field_is_a_config_error(
     arguments += ["--placement", str(training.placement), "--run", "demo", "--foreground"]
     assert launch.main(arguments) == 2
     assert "valves" in capsys.readouterr().err
+
+
+def test_who_finds_the_gpu_held_waits_in_line_and_says_behind_whom(
+    training: Training, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["GPU 0 is held by jo, run big", "GPU 0 is held by jo, run big", ""]
+    monkeypatch.setattr(launch, "_start_launcher", lambda *_: answers.pop(0))
+    monkeypatch.setattr(launch, "QUEUE_POLL", 0.01)
+    training.ensure_alive(4)
+    assert answers == []
+    assert capsys.readouterr().err.count("waiting in line: GPU 0 is held by jo, run big") == 1
+
+
+def test_who_waits_in_line_and_is_stopped_leaves_it(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_start_launcher", lambda *_: str(launch.stop(training.directory, "demo")))
+    monkeypatch.setattr(launch, "QUEUE_POLL", 0.01)
+    with pytest.raises(PermanentError, match="was stopped by"):
+        training.ensure_alive(4)
+
+
+@pytest.mark.parametrize("variable", ["DFLASH_USER", "DFLASH_CLONE"])
+def test_a_training_of_somebody_else_is_not_stopped_without_force(
+    training: Training, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    record = new_record("training", training.directory.name, "theirs").model_copy(update={"pid": 1})
+    held = acquire([schedule.lease_path(training.directory)], record)
+    monkeypatch.setenv(variable, "somebody else")
+    with pytest.raises(PermanentError, match="run theirs") as refused:
+        launch.stop_training(training.directory, "demo", finish=False, force=False)
+    assert "--force" in refused.value.message()
+    assert launch.read_stop(training.directory) is None
+    threading.Timer(0.2, held.release).start()
+    launch.stop_training(training.directory, "demo", finish=False, force=True)
+    assert launch.read_stop(training.directory) is not None

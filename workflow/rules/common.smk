@@ -32,6 +32,7 @@ FULL = bool(workflow.config_settings.config.get("full_dag"))
 # What every stage rule runs. `exec`, so that the stage is the child that Snakemake signals and waits for; stderr goes to
 # the terminal and to the log.
 STAGE = f"exec {sys.executable} -m dflash stage"
+SHIP = f"exec {sys.executable} -m dflash ship-result"
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [ROOT, os.environ.get("PYTHONPATH")])
@@ -44,4 +45,5 @@ wildcard_constraints:
     key=r"[0-9a-f]{12}",
     step=r"\d+",
     stage=r"[a-z]+",
+    host=r"[A-Za-z0-9][A-Za-z0-9_-]*",
     run=r"[A-Za-z0-9][A-Za-z0-9_.-]*",

@@ -4,6 +4,12 @@ Inputs: the plan. Outputs: params.json. Never overwrites: equal keys have equal 
 """
 
 
+# Milliseconds each: on a scheduler they run where Snakemake runs.
+localrules:
+    params,
+    run_params,
+
+
 rule params:
     """Parameters of one result in the store."""
     output:

@@ -5,6 +5,10 @@ Outputs: manifest.json; evaluations.csv, report.html, receipt.json.
 """
 
 
+localrules:
+    manifest,
+
+
 rule manifest:
     """Every key, receipt and environment of this state of a run, in one file."""
     input:
