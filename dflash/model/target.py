@@ -104,6 +104,9 @@ class Target:
             force_reference(model, form)
         self.kernels: BoundKernels = bound_kernels(model)
         require(self.kernels, kernels)
+        # transformers renamed the argument in 5.2x; both names work in between.
+        named = inspect.signature(self.model.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor | None, taps: Sequence[int]) -> Tensor:
@@ -196,19 +199,52 @@ class Target:
             mask = torch.cat([mask, mask.new_ones(len(keep), 1)], dim=1)
         return [(tokens, "stop" if tokens[-1] in stops else "length") for tokens in done]
 
+    @torch.no_grad()
+    def read(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: DynamicCache,
+        taps: Sequence[int],
+        *,
+        mask: Tensor | None = None,
+        last_only: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Reads more of one text; the cache moves on.
+
+        Args:
+            ids, positions: [1, n] the tokens, and where each stands in the text.
+            cache: what was read before.
+            taps: layers whose outputs are wanted; none gives features of width 0.
+            mask: bool [1, 1, n, past + n], what each token sees; None: all that came before it. Only for targets whose
+                layers are all of full attention.
+            last_only: logits of the last token alone.
+
+        Returns:
+            logits [n, V] (or [1, V]) and features [n, K*H].
+        """
+        with _layer_outputs(self.model.model.layers, taps) as outputs:
+            logits = self._logits(ids, mask, positions, cache, 1 if last_only else 0)
+        if not taps:
+            return logits[0], logits.new_empty(ids.shape[1], 0)
+        return logits[0], torch.cat([outputs[k] for k in taps], dim=-1)[0]
+
     def _next_logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Logits [b, V] of the token after the last of `ids`; the cache moves on."""
-        # transformers renamed the argument in 5.2x; both names work in between.
-        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        return self._logits(ids, mask, positions, cache, 1)[:, -1]
+
+    def _logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache, keep: int) -> Tensor:
+        """Logits [b, keep, V] after the last `keep` tokens (0: after all of them)."""
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
-            logits_to_keep=1,
-            **{name: cache},
+            logits_to_keep=keep,
+            **{self._cache_name: cache},
         )
-        return output.logits[:, -1]
+        logits: Tensor = output.logits
+        return logits
 
 
 @contextmanager
