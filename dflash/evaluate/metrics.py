@@ -143,6 +143,37 @@ def ratio_intervals(
     return value, low, high
 
 
+def difference(
+    first: Sequence[RequestResult], second: Sequence[RequestResult], *, resamples: int, confidence: float, seed: int
+) -> tuple[float, float, float]:
+    """Pooled tau of `first` less that of `second`, on the same requests in the same order, with its interval.
+
+    Both sides of a resample are the same requests, so what makes a request hard for both cancels out.
+
+    Returns:
+        value, low, high; NaN when a side has no verification.
+
+    Raises:
+        ValueError: the two have not the same number of requests.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} requests against {len(second)}")
+    sides = []
+    for results in (first, second):
+        sides.append(np.array([[sum(item.lengths), len(item.lengths)] for item in results], dtype=np.float64))
+    generator = np.random.default_rng(seed)
+    weights = generator.multinomial(len(first), np.full(len(first), 1 / len(first)), size=resamples).astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = [np.divide(*(weights @ side).T) for side in sides]
+        values = [np.divide(*side.sum(0)) for side in sides]
+    drawn = ratios[0] - ratios[1]
+    tail = (1 - confidence) / 2
+    if np.isnan(drawn).all():
+        return float("nan"), float("nan"), float("nan")
+    low, high = np.nanquantile(drawn, [tail, 1 - tail])
+    return float(values[0] - values[1]), float(low), float(high)
+
+
 def tau(results: Sequence[RequestResult]) -> float:
     """The pooled tau of some requests; 0.0 when there was no verification."""
     verifications = sum(len(result.lengths) for result in results)

@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
-from dflash.model.kernels import BoundKernels, bound_kernels, force_reference, require
+from dflash.model.kernels import RECURRENT, BoundKernels, bound_kernels, force_reference, release_reference, require
 from dflash.model.taps import check_taps
 
 MODEL_TYPES = ("qwen3", "qwen3_5", "qwen3_5_text")
@@ -100,8 +100,10 @@ class Target:
         self.embed: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.device: torch.device = next(self.embed.parameters()).device
-        if self.device.type == "cpu" or kernels == "torch":
-            force_reference(model, form)
+        if self.device.type == "cpu" or kernels in ("torch", RECURRENT):
+            force_reference(model, "recurrent" if kernels == RECURRENT else form)
+        elif kernels == "fla":
+            release_reference(model)
         self.kernels: BoundKernels = bound_kernels(model)
         require(self.kernels, kernels)
         # transformers renamed the argument in 5.2x; both names work in between.
@@ -338,7 +340,7 @@ def load_target(
         source: directory with a transformers checkpoint, or a mapping.
         dtype: type to compute in, whatever the type on disk: `float32`, `bfloat16`, `float16` or `float64`.
         device: `cpu`, `cuda`, `cuda:1`, ...
-        kernels: `auto`, `fla` or `torch`; what must be bound. On a CPU the reference always is.
+        kernels: `auto`, `fla`, `torch` or `torch_recurrent`; what must be bound. On a CPU the reference always is.
         form: `chunked` or `recurrent` form of the reference.
 
     Raises:

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from evaluate_samples import SPECS, TAPS, continue_prompt, drafter_config, target, train
+from evaluate_samples import TAPS, continue_prompt, drafter_config, target, train
 
 from dflash.evaluate import decode
 from dflash.evaluate.acceptance import Continuation, Drafts, draft_continuation
