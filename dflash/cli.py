@@ -248,6 +248,24 @@ def rehearse(
 
 
 @app.command()
+def export(
+    path: Annotated[Path, typer.Argument(help="a checkpoint's folder, or a drafter's of another system")],
+    client: Annotated[str, typer.Option("--for", help="vllm, sglang, transformers or zlab")],
+    to: Annotated[Path | None, typer.Option("--to", help="folder to write; default ./drafter-CLIENT")] = None,
+    target_layers: Annotated[
+        int | None, typer.Option("--target-layers", help="layers of the target, when the drafter's config does not say")
+    ] = None,
+) -> None:
+    """Write a drafter as a server or a client loads it."""
+    from dflash.model.export import export_for
+
+    destination = to or Path(f"drafter-{client}")
+    for note in export_for(client, path, destination, num_target_layers=target_layers):
+        print(f"note: {note}", file=sys.stderr)
+    print(destination)
+
+
+@app.command()
 def inspect(path: Path, as_json: AsJson = False) -> None:
     """Say what made a result: a checkpoint folder, a lone safetensors, a receipt, a manifest or a params file."""
     from dflash.report.inspect import describe, render

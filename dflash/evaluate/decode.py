@@ -28,6 +28,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Reader:
         self._target = target
         self._taps = list(taps)
         self._cache = DynamicCache(config=target.model.config)
-        self._kept: list[object] | None = None
+        self._kept: list[Any] | None = None
         self._last: list[int] = []
         self.cuttable = set(target.facts.layer_types) == {"full_attention"}
         self.length = 0
@@ -133,7 +134,7 @@ class Reader:
         self._kept = None
 
 
-def _snapshot(cache: DynamicCache) -> list[object]:
+def _snapshot(cache: DynamicCache) -> list[Any]:
     """A copy of the layers of a cache that later reads leave alone. Keys and values are replaced by a read, never written
     into, so they are shared; states of linear attention are written in place, so they are copied."""
     kept = []
@@ -325,7 +326,8 @@ def verify_tree(reader: Reader, anchor: int, prefixes: Sequence[Prefix]) -> tupl
     tokens = [anchor, *(prefix[-1] for prefix in prefixes)]
     logits, features = reader.read(tokens, depths=[len(prefix) for prefix in nodes], seen=seen)
     answers = logits.argmax(-1).tolist()
-    places, path = [0], (answers[0],)
+    places: list[int] = [0]
+    path: Prefix = (answers[0],)  # the path runs one token ahead of the places: its last is the bonus
     while path in nodes:
         places.append(nodes[path])
         path = (*path, answers[nodes[path]])
