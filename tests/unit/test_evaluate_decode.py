@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +20,7 @@ from dflash.evaluate import decode
 from dflash.evaluate.acceptance import Continuation, Drafts, draft_continuation
 from dflash.evaluate.decode import Decoder, Reader, accept_or_resample, probabilities
 from dflash.model.drafter import Drafter, DrafterConfig
+from dflash.model.export import export_for, save_drafter
 from dflash.model.target import draw_weights, load_target, target_from_state
 
 KINDS = ("dense", "hybrid")
@@ -117,6 +124,57 @@ def test_what_is_taken_back_leaves_no_trace_in_the_cache() -> None:
         winding.keep(range(len(text) - 9))
         (one, _), (other, _) = straight.read([5, 6]), winding.read([5, 6])
         torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+
+
+THEIR_DECODE = """
+import json
+import sys
+import time
+import torch
+import dflash.model
+from transformers import AutoModelForCausalLM
+
+dflash.model._cuda_time = time.perf_counter  # there is no GPU to wait for
+target = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, attn_implementation="sdpa").eval()
+drafter = dflash.model.DFlashDraftModel.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
+case = json.load(open(sys.argv[3]))
+found = []
+for prompt in case["prompts"]:
+    made = dflash.model.dflash_generate(
+        drafter, target, torch.tensor([prompt]), case["limit"], case["stops"], return_stats=True
+    )
+    found.append([made.output_ids[0, len(prompt):].tolist(), made.acceptance_lengths])
+json.dump(found, open(sys.argv[4], "w"))
+"""
+
+
+def test_the_published_client_gives_the_same_tokens_and_acceptance_lengths_with_our_export(
+    tmp_path: Path, require_or_skip: Callable[[str, str], None]
+) -> None:
+    packages = os.environ.get("DFLASH_ZLAB_PATH")
+    if not packages:
+        require_or_skip("zlab", "DFLASH_ZLAB_PATH names no folder with the published dflash 0.1.0")
+    made = decoder("dense")
+    made.target.model.save_pretrained(tmp_path / "target")
+    save_drafter(made.drafter, tmp_path / "step_7" / "drafter")
+    export_for("zlab", tmp_path / "step_7", tmp_path / "exported")
+    case = {"prompts": prompts(), "limit": MOST, "stops": sorted(made.stops)}
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    # Its package has our name, so it gets a process and a path of its own.
+    folders = [str(tmp_path / name) for name in ("target", "exported", "case.json", "found.json")]
+    subprocess.run(
+        [sys.executable, "-c", THEIR_DECODE, *folders],
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        cwd=tmp_path,
+        check=True,
+        timeout=250,
+    )
+    theirs = json.loads((tmp_path / "found.json").read_text())
+    assert len(theirs) == 100
+    for prompt, (output, lengths) in zip(prompts(), theirs, strict=True):
+        ours = made.chain(prompt, MOST)
+        assert (ours.output, ours.lengths) == (output, lengths)
+        assert offline("dense", prompt, output).walk_chain().lengths == lengths
 
 
 # Sampling --------------------------------------------------------------------------------------------------------
