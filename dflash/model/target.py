@@ -285,6 +285,24 @@ def refuse_left_padding(input_ids: Tensor, attention_mask: Tensor | None, pad_id
         raise PermanentError(f"rows {bad[:8]} of the batch {what}", remedy="Pad on the right.")
 
 
+def select_taps(features: Tensor, stored: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """The features [..., K*H] of some of the stored taps, in the order of `wanted`.
+
+    Raises:
+        PermanentError: a wanted tap is not among the stored ones.
+    """
+    if list(stored) == list(wanted):
+        return features
+    absent = [tap for tap in wanted if tap not in stored]
+    if absent:
+        raise PermanentError(
+            f"features of layers {list(stored)}, but taps {absent} are asked for",
+            remedy="Run `dflash run`, which makes the features that are needed.",
+        )
+    parts = features.chunk(len(stored), dim=-1)
+    return torch.cat([parts[list(stored).index(tap)] for tap in wanted], dim=-1)
+
+
 def check_features(
     features: Tensor, n_tokens: int | Sequence[int], batch_name: str, *, taps: int = 1, width: int | None = None
 ) -> None:
