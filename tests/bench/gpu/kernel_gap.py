@@ -99,7 +99,7 @@ def demo_prompts(target: Target, files: Sequence[Path]) -> list[list[int]]:
     return [render(target.tokenizer, [{"role": "user", "content": line["prompt"]}], thinking=False) for line in lines]
 
 
-def demo_drafter(target: Target, steps: int, folder: Path) -> None:
+def demo_drafter(target: Target, steps: int, folder: Path, prompts_a_file: int | None = None) -> None:
     """Trains a drafter of the demo's shape on what the target answers to the demo's prompts, and saves it."""
     config = DrafterConfig(
         hidden_size=128, num_hidden_layers=2, block_size=BLOCK, vocab_size=target.facts.vocab_size,
@@ -108,7 +108,8 @@ def demo_drafter(target: Target, steps: int, folder: Path) -> None:
         mask_token_id=MASK, layer_types=("full_attention",) * 2,
     )  # fmt: skip
     drafter = Drafter(config, seed=0).to(target.device)
-    prompts = demo_prompts(target, sorted((DEMO / "prompts").glob("*.jsonl")))
+    files = sorted((DEMO / "prompts").glob("*.jsonl"))
+    prompts = [prompt for file in files for prompt in demo_prompts(target, [file])[:prompts_a_file]]
     texts = [(p, o) for p, (o, _) in zip(prompts, target.generate(prompts, LIMIT), strict=True) if len(o) > BLOCK]
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
