@@ -248,6 +248,22 @@ def rehearse(
 
 
 @app.command()
+def prompts(
+    name: Annotated[str, typer.Argument(help="gsm8k, math500, humaneval, mbpp or mt-bench")],
+    to: Annotated[Path, typer.Option("--to", help="JSONL file to write, for `references.prompt_sets`")],
+    instruction: Annotated[str | None, typer.Option("--instruction", help="text to put below every question")] = None,
+) -> None:
+    """Write a published prompt set to a file that a config can name."""
+    from dflash.data.prompt_sets import lines, published_prompts
+
+    if to.exists():
+        raise ConfigError("the file exists", where=str(to), remedy="Name another one.")
+    made = list(lines(name, published_prompts(name), instruction))
+    to.write_text("".join(f"{line}\n" for line in made))
+    print(f"{to}: {len(made)} prompts")
+
+
+@app.command()
 def export(
     path: Annotated[Path, typer.Argument(help="a checkpoint's folder, or a drafter's of another system")],
     client: Annotated[str, typer.Option("--for", help="vllm, sglang, transformers or zlab")],

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -364,15 +365,16 @@ def load_target(
     Raises:
         ConfigError: no such directory, an unknown dtype or a spec that makes no sense.
         PermanentError: a model type that is not supported, or kernels other than asked for.
-        CorruptError: the checkpoint lacks tensors.
+        CorruptError: the checkpoint lacks tensors, or a file is damaged.
     """
     if isinstance(source, Mapping):
         return random_target(source, dtype, device, kernels=kernels, form=form)
     path = Path(source)
     _model_type(path)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=_dtype(dtype), attn_implementation="sdpa", output_loading_info=True, local_files_only=True
-    )
+    with _damage_named(path):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=_dtype(dtype), attn_implementation="sdpa", output_loading_info=True, local_files_only=True
+        )
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -400,14 +402,15 @@ def load_ends(source: str | Path | Mapping[str, Any], dtype: str = "float32", de
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     text = config.get_text_config()
     text.num_hidden_layers, text.layer_types = 0, []
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        dtype=_dtype(dtype),
-        attn_implementation="sdpa",
-        output_loading_info=True,
-        local_files_only=True,
-    )
+    with _damage_named(path):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=_dtype(dtype),
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            local_files_only=True,
+        )
     model, info = loaded
     if info["missing_keys"]:
         raise CorruptError(
@@ -420,7 +423,22 @@ def load_tokenizer(source: str | Path | Mapping[str, Any]) -> Any:
     """The tokenizer of a target without its weights; the byte-level one for a random target."""
     if isinstance(source, Mapping):
         return byte_tokenizer()
-    return AutoTokenizer.from_pretrained(source, local_files_only=True)
+    with _damage_named(Path(source)):
+        return AutoTokenizer.from_pretrained(source, local_files_only=True)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Says in which directory a file could not be read, whatever library found out.
+
+    Raises:
+        CorruptError: a file is missing, truncated or not what its name says.
+    """
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        what = str(error).strip().partition("\n")[0]
+        raise CorruptError(f"not a whole checkpoint: {what}", where=str(path), remedy="Fetch it again.") from error
 
 
 def random_target(

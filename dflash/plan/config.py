@@ -22,6 +22,7 @@ from dflash.base.params import DERIVED, Params
 from dflash.data.buckets_params import BucketsParams
 from dflash.data.completions_params import CompletionsParams
 from dflash.data.dataset_params import DatasetParams
+from dflash.data.prompt_sets import check_labels
 from dflash.data.prompts import validate_prompts_file
 from dflash.data.prompts_params import PromptsParams
 from dflash.evaluate.evaluate_params import EvaluateParams, OtherDrafter
@@ -271,6 +272,9 @@ def _references(
         if item.path is not None:
             digest = _file_digest(item.path, f"references.prompt_sets.{index}.path", source, cache, files)
             _validate_prompts(PromptsParams(name=item.name, path=item.path, digest=digest), cache)
+            if not cache.knows(f"labels:{digest}"):
+                check_labels(Path(item.path))
+                cache.remember(f"labels:{digest}")
             item = PromptSet.model_construct(**{**item.model_dump(), "digest": digest})
         sets.append(item)
     return made.model_copy(update={"prompt_sets": sets})

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from evaluate_road import HELD_OUT, TRAINED, Road, samples
+from evaluate_road import HELD_OUT, TRAINED, Road, context, references_params, samples, upstream
 from evaluate_samples import DENSE, TAPS, drafter_config, half_trained, identity, target
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
-from dflash.base.stage import Outputs
+from dflash.base.stage import Inputs, Outputs
 from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import read_rows, write_table
 from dflash.evaluate import evaluate, references
@@ -24,8 +24,10 @@ from dflash.evaluate.metrics import COLUMNS
 from dflash.evaluate.references_params import PromptSet
 from dflash.evaluate.samples import text_pieces
 from dflash.model.drafter import Drafter
+from dflash.model.identity import target_digest
 from dflash.model.probe import Probe
 from dflash.model.target import byte_tokenizer
+from dflash.model.target_params import TargetIdentity
 
 
 @pytest.fixture
@@ -309,3 +311,72 @@ def test_references_made_again_are_the_same_bytes(road: Road) -> None:
     folders = [road.root / f"made-{number}" for number in range(6)]
     for name in ("references.parquet", "features-0.safetensors", "features.json", "probe.safetensors"):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1, name
+
+
+def damaged_target(folder: Path, damage: str) -> TargetIdentity:
+    """A saved target with one thing wrong, named by the digest that it has."""
+    model = target("dense")
+    model.model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    weights, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "corrupt":
+        weights.write_bytes(b"\xff" * 16 + weights.read_bytes()[16:])
+    elif damage == "half a tokenizer":
+        tokenizer.write_text(tokenizer.read_text()[:500])
+    elif damage == "foreign tokenizer":
+        other = byte_tokenizer()
+        other.add_tokens([f"word{number}" for number in range(40)])
+        other.save_pretrained(folder)
+    plain = {"random": None, "digest": target_digest(folder)}
+    return identity(DENSE).model_copy(update=plain)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "said"),
+    [
+        ("truncated", CorruptError, "not a whole checkpoint"),
+        ("corrupt", CorruptError, "not a whole checkpoint"),
+        ("half a tokenizer", CorruptError, "not a whole checkpoint"),
+        ("foreign tokenizer", ConfigError, "the tokenizer gives tokens up to 299, the target knows 260"),
+    ],
+)
+def test_a_damaged_target_is_refused_and_nothing_is_written(
+    road: Road, damage: str, error: type[Exception], said: str
+) -> None:
+    params = references_params(target=damaged_target(road.root / "target", damage))
+    (road.root / "references").mkdir()
+    inputs = Inputs({"dataset": upstream(road.root, "dataset")}, target_path=road.root / "target")
+    with pytest.raises(error, match=said) as caught:
+        references.run(params, inputs, road.root / "references", context())
+    assert caught.value.exit_code in (1, 2)  # type: ignore[attr-defined]
+    assert list((road.root / "references").iterdir()) == []
+
+
+def test_a_damaged_checkpoint_leaves_no_part_of_a_table(road: Road) -> None:
+    road.references()
+    road.checkpoint(half_trained("dense")[0].drafter)
+    weights = road.root / "train" / "step_7" / "drafter" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(CorruptError, match="unreadable"):
+        road.evaluate(road.inputs())
+    assert list((road.root / "evaluate").iterdir()) == []
+
+
+def test_damaged_features_are_named(road: Road) -> None:
+    road.references()
+    road.checkpoint(half_trained("dense")[0].drafter)
+    shard = road.root / "references" / "features-0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(CorruptError, match=r"features-0\.safetensors: unreadable"):
+        road.evaluate(road.inputs())
+
+
+def test_the_chat_template_and_the_thinking_mode_are_recorded(judged: tuple[Road, Outputs, Outputs]) -> None:
+    _, made, _ = judged
+    digest = references.template_digest(byte_tokenizer())
+    assert made.results["chat"] == {"thinking": False, "template_sha256": digest}
+    other = byte_tokenizer()
+    other.chat_template += " "
+    assert references.template_digest(other) != digest
