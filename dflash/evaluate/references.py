@@ -5,7 +5,8 @@ was also trained on is refused, since its tau would flatter.
 
 Cost: one greedy generation of `max_new_tokens` a prompt, `batch_size` prompts together, and one forward a request for its
 features (see `features.py` for their size on disk). As in `completions`, another `batch_size`, device or library may turn a
-near tie between two tokens: the shape of a matrix product moves its last bits.
+near tie between two tokens: the shape of a matrix product moves its last bits. Continuations may come from a server instead
+(`server.py`); the share of their tokens that the local target agrees with is then part of the result.
 
 Files: `references.parquet` (`schemas.REFERENCES`, prompt sets in the order of the config), `features-<i>.safetensors`,
 `features.json`, and `probe.safetensors`: the features of fixed sequences under these kernels, which every evaluation compares
@@ -38,6 +39,7 @@ from dflash.data.tables import TableWriter
 from dflash.evaluate.features import FeatureWriter, compute_features
 from dflash.evaluate.overlap import stored_messages
 from dflash.evaluate.references_params import PromptSet, ReferencesParams
+from dflash.evaluate.server import agreement, continue_on_server
 from dflash.model.identity import target_source
 from dflash.model.probe import FILE as PROBE
 from dflash.model.probe import target_probe
@@ -76,9 +78,11 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
         for messages in prompts
     ]
     placement = host_context.placement
-    continuations = continue_all(
-        target, requests, params.max_new_tokens, longest, placement.get("batch_size", params.batch_size), host_context
-    )
+    together = placement.get("batch_size", params.batch_size)
+    if params.engine == "openai":
+        continuations = ask_server(target, requests, params, longest, together, host_context)
+    else:
+        continuations = continue_all(target, requests, params.max_new_tokens, longest, together, host_context)
     summaries: dict[str, Counter[str]] = {name: Counter() for name in by_set}
     cap = placement.get("features_cache_gb", params.features_cache_gb) * 1e9
     writer = FeatureWriter(workdir, params.taps, params.kernels, params.dtype, cap)
@@ -87,6 +91,8 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
         for number, (request, (output, reason)) in enumerate(zip(requests, continuations, strict=True)):
             table.append([_row(request, output, reason)])
             _count(summaries[request.prompt_set], request, output, reason)
+            if params.engine == "openai":
+                summaries[request.prompt_set]["agreeing"] += agreement(target, request.prompt, output)
             # The first that does not fit ends it, so that what is cached is a prefix of the rows.
             caching = caching and cache_features(writer, target, [*request.prompt, *output], params, request.id)
             host_context.progress.update(number + 1, len(requests), "features")
@@ -95,7 +101,7 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
         ["references.parquet", *writer.close(), PROBE],
         Counts(total=len(requests), ok=len(requests)),
         {
-            "prompt_sets": {name: _summary(counts) for name, counts in summaries.items()},
+            "prompt_sets": {name: _summary(counts, params.engine) for name, counts in summaries.items()},
             "features": {"cached_requests": writer.count, "bytes": writer.bytes},
             "chat": {"thinking": params.thinking, "template_sha256": template_digest(target.tokenizer)},
         },
@@ -201,6 +207,36 @@ def continue_all(
     return [done[row] for row in range(len(requests))]
 
 
+def ask_server(
+    target: Target,
+    requests: Sequence[Request],
+    params: ReferencesParams,
+    longest: int,
+    parallel: int,
+    host_context: HostContext,
+) -> list[tuple[Tokens, str]]:
+    """Continuations of a server in the order of `requests`.
+
+    Raises:
+        ConfigError: no server is named on this host.
+    """
+    url = host_context.placement.get("server_url", params.server_url)
+    if url is None or params.server_model is None:
+        raise ConfigError(
+            "`references.engine: openai` has no server", where="references.server_url", remedy="Say where it runs."
+        )
+    found = continue_on_server(
+        url,
+        params.server_model,
+        [request.prompt for request in requests],
+        [length_limit(params.max_new_tokens, longest, len(request.prompt)) for request in requests],
+        target.facts.eos_ids,
+        parallel=parallel,
+        progress=lambda done: host_context.progress.update(done, len(requests), "continuations of the server"),
+    )
+    return [(array("i", tokens), reason) for tokens, reason in found]
+
+
 @torch.no_grad()
 def cache_features(
     writer: FeatureWriter, target: Target, tokens: Sequence[int], params: ReferencesParams, name: str
@@ -231,7 +267,10 @@ def _count(counts: Counter[str], request: Request, output: Sequence[int], reason
     counts["truncated"] += reason == "length"
 
 
-def _summary(counts: Counter[str]) -> dict[str, Any]:
-    """Counts of one set; `truncated_share` is the share of continuations cut at the length limit."""
+def _summary(counts: Counter[str], engine: str) -> dict[str, Any]:
+    """Counts of one set; `truncated_share` is the share of continuations cut at the length limit, `agreement` the share of a
+    server's tokens that are the local target's most probable ones."""
     told: dict[str, Any] = {name: counts[name] for name in ("requests", "prompt_tokens", "output_tokens")}
+    if engine == "openai":
+        told["agreement"] = counts["agreeing"] / counts["output_tokens"]
     return {**told, "truncated_share": counts["truncated"] / counts["requests"]}
