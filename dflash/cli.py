@@ -273,7 +273,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a drafter as a server or a client loads it."""
-    from dflash.model.export import export_for
+    from dflash.model.clients import export_for
 
     destination = to or Path(f"drafter-{client}")
     for note in export_for(client, path, destination, num_target_layers=target_layers):

@@ -7,8 +7,8 @@ float32; in bfloat16 a near tie may turn, since a block and a single token are p
 
 Taking back is where such decoders go wrong. Keys and values of a layer of full attention are cut (for a tree: the places of
 the accepted path are picked). A linear-attention layer has a recurrent state that nothing can cut, and a sliding layer has
-forgotten what fell out of its window: there the cache of before is kept, put back, and the accepted tokens are read again. So
-a verification with a miss costs such a target two passes. A tree is read in one pass, under a mask in which each node sees
+forgotten what fell out of its window: there the cache of before is kept, put back, and the accepted tokens are read again,
+in one pass with the next proposal. A tree is read in one pass, under a mask in which each node sees
 its ancestors, by a target of full attention only; others read it branch by branch, and go on to another branch only while the
 target's own next token lies on it.
 
@@ -40,6 +40,8 @@ from dflash.model.drafter import Drafter, HiddenToLogits, TokensToHidden
 from dflash.model.target import Target
 
 STATES = ("conv_states", "recurrent_states")
+MOST_PENDING = 32
+"""Accepted tokens that may wait to be read again before they get a pass of their own, which moves the snapshot forward."""
 FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
 
 
@@ -58,16 +60,21 @@ class Decoded:
 
 
 class Reader:
-    """The target along one text. What it read last can be taken back, all or in part."""
+    """The target along one text. What it read last can be taken back, all or in part.
+
+    The cache holds the text but for its last tokens, `pending`: a cache that cannot be cut goes back to where it was before
+    they were read, and they are read again with what comes next.
+    """
 
     def __init__(self, target: Target, taps: Sequence[int] = ()) -> None:
         self._target = target
         self._taps = list(taps)
         self._cache = DynamicCache(config=target.model.config)
         self._kept: list[Any] | None = None
+        self._cached = 0
+        self._pending: list[int] = []
         self._last: list[int] = []
         self.cuttable = set(target.facts.layer_types) == {"full_attention"}
-        self.length = 0
         self.passes = 0
 
     def read(
@@ -90,35 +97,44 @@ class Reader:
         if returns and not self.cuttable:
             self._kept = _snapshot(self._cache)
         device = self._target.device
-        ids = torch.tensor([list(tokens)], device=device)
-        places = range(len(tokens)) if depths is None else depths
-        positions = torch.tensor([[self.length + place for place in places]], device=device)
+        ids = torch.tensor([[*self._pending, *tokens]], device=device)
+        places = range(ids.shape[1]) if depths is None else depths
+        positions = torch.tensor([[self._cached + place for place in places]], device=device)
         mask = None
         if seen is not None:
-            past = torch.ones(len(tokens), self.length, dtype=torch.bool, device=device)
+            past = torch.ones(len(tokens), self._cached, dtype=torch.bool, device=device)
             mask = torch.cat([past, seen.to(device)], dim=1)[None, None]
         logits, features = self._target.read(ids, positions, self._cache, self._taps, mask=mask, last_only=last_only)
         self._last = list(tokens)
         self.passes += 1
-        return logits, features
+        return logits[-len(tokens) :], features[-len(tokens) :]
 
     def keep(self, places: Sequence[int]) -> None:
         """Keeps, of the tokens read last, those at `places` (a chain from the first on, unless the target is cuttable)."""
         tokens = [self._last[place] for place in places]
         if self.cuttable:
             self._cut(places)
-        elif len(tokens) < len(self._last):
+            self._cached += len(tokens)
+        elif len(tokens) == len(self._last):
+            self._commit(tokens)
+        else:
             self._restore()
-            if tokens:
-                self.read(tokens, last_only=True, returns=False)
-        self.length += len(tokens)
+            self._pending += tokens
+            if len(self._pending) > MOST_PENDING:
+                self.read([], last_only=True, returns=False)
+                self._commit([])
         self._last = []
+
+    def _commit(self, tokens: list[int]) -> None:
+        """The cache now holds what was pending, and `tokens` after it."""
+        self._cached += len(self._pending) + len(tokens)
+        self._pending = []
 
     def _cut(self, places: Sequence[int]) -> None:
         """Picks the columns of the kept tokens from keys and values."""
         if list(places) == list(range(len(self._last))):
             return
-        columns = [*range(self.length), *(self.length + place for place in places)]
+        columns = [*range(self._cached), *(self._cached + place for place in places)]
         index = torch.tensor(columns, device=self._target.device)
         contiguous = list(places) == list(range(len(places)))
         for layer in self._cache.layers:

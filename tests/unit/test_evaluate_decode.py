@@ -19,8 +19,9 @@ from evaluate_samples import TAPS, continue_prompt, drafter_config, target, trai
 from dflash.evaluate import decode
 from dflash.evaluate.acceptance import Continuation, Drafts, draft_continuation
 from dflash.evaluate.decode import Decoder, Reader, accept_or_resample, probabilities
+from dflash.model.clients import export_for
 from dflash.model.drafter import Drafter, DrafterConfig
-from dflash.model.export import export_for, save_drafter
+from dflash.model.export import save_drafter
 from dflash.model.target import draw_weights, load_target, target_from_state
 
 KINDS = ("dense", "hybrid")
@@ -79,11 +80,11 @@ def crop_only(reader: Reader, places: list[int]) -> None:
     assert reader._kept is not None
     for layer, before in zip(reader._cache.layers, reader._kept, strict=True):
         if hasattr(layer, "keys"):
-            layer.keys = layer.keys[:, :, : reader.length + len(places)]
-            layer.values = layer.values[:, :, : reader.length + len(places)]
+            layer.keys = layer.keys[:, :, : reader._cached + len(places)]
+            layer.values = layer.values[:, :, : reader._cached + len(places)]
         else:
             layer.conv_states = before.conv_states
-    reader.length += len(places)
+    reader._cached += len(places)
 
 
 def test_a_rollback_that_only_crops_is_caught_on_a_hybrid_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +101,27 @@ def test_a_rollback_that_only_crops_is_caught_on_a_hybrid_target(monkeypatch: py
     assert sum(wrong) > 50
 
 
-def test_a_dense_target_reads_once_a_verification_and_a_hybrid_one_again_after_a_miss() -> None:
-    dense = decoder("dense").chain(prompts()[1], MOST)
-    assert dense.passes == 1 + len(dense.lengths)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_verification_of_a_chain_is_one_pass_of_the_target(kind: str) -> None:
+    chain = decoder(kind).chain(prompts()[1], MOST)
+    assert chain.passes == 1 + len(chain.lengths)
+
+
+def test_a_tree_is_one_pass_of_a_dense_target() -> None:
     tree = decoder("dense").tree(prompts()[1], MOST, BUDGET)
     assert tree.passes == 1 + len(tree.lengths)
-    hybrid = decoder("hybrid").chain(prompts()[1], MOST)
-    missed = sum(length < 4 for length in hybrid.lengths[:-1])
-    assert hybrid.passes == 1 + len(hybrid.lengths) + missed
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_tokens_that_wait_to_be_read_again_get_a_pass_of_their_own_when_they_are_many(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    made, prompt = decoder("hybrid"), prompts()[1]
+    patient = made.chain(prompt, MOST)
+    monkeypatch.setattr(decode, "MOST_PENDING", most)
+    hasty = made.chain(prompt, MOST)
+    assert (hasty.output, hasty.lengths) == (patient.output, patient.lengths)
+    assert hasty.passes > patient.passes
 
 
 def test_what_is_taken_back_leaves_no_trace_in_the_cache() -> None:

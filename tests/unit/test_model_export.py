@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
+from dflash.model.clients import CLIENTS, export_for
 from dflash.model.drafter import Drafter, draft_all
-from dflash.model.export import CLIENTS, export_for, load_config, load_drafter, read_metadata, save_drafter
+from dflash.model.export import load_config, load_drafter, read_metadata, save_drafter
 
 
 @pytest.fixture
