@@ -390,9 +390,8 @@ def accept_or_resample(drafted: Sequence[int], q: Tensor, p: Tensor, generator: 
         how many tokens are accepted, and the token to commit after them.
     """
     for slot, token in enumerate(drafted):
-        if float(torch.rand((), generator=generator, dtype=torch.float64)) * float(q[slot, token]) < float(
-            p[slot, token]
-        ):
+        draw = float(torch.rand((), generator=generator, dtype=torch.float64))
+        if draw * float(q[slot, token]) < float(p[slot, token]):
             continue
         rest = (p[slot] - q[slot]).clamp(min=0)
         # Equal distributions leave nothing over; a rejection is then a matter of rounding.
