@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from evaluate_road import Road, evaluate_params, references_params, upstream
-from evaluate_samples import DENSE, HYBRID, drafter_config, half_trained, identity
+from evaluate_road import HELD_OUT, Road, evaluate_params, references_params, upstream
+from evaluate_samples import DENSE, HYBRID, drafter_config, half_trained, identity, target, train
 
 from dflash.base.canonical import canonical_json
 from dflash.base.errors import PermanentError
 from dflash.base.files import sha256_file
 from dflash.base.stage import Inputs
+from dflash.data.chat import render
+from dflash.evaluate.acceptance import Continuation
 from dflash.evaluate.evaluate_params import Online, OtherDrafter
 from dflash.evaluate.metrics import COLUMNS
 from dflash.model.drafter import Drafter, DrafterConfig
@@ -40,11 +42,26 @@ def chosen(rows: list[dict[str, Any]], **labels: Any) -> list[dict[str, Any]]:
 # Other drafters ---------------------------------------------------------------------------------------------------
 
 
-def elsewhere(folder: Path, name: str, config: DrafterConfig, metadata: dict[str, str] | None = None) -> OtherDrafter:
-    """A drafter that somebody else trained, in a directory of its own."""
-    save_drafter(Drafter(config, seed=5), folder / name, metadata)
+def elsewhere(
+    folder: Path, name: str, made: DrafterConfig | Drafter, metadata: dict[str, str] | None = None
+) -> OtherDrafter:
+    """A drafter that somebody else trained, in a directory of its own; with random weights where only a config is given."""
+    save_drafter(made if isinstance(made, Drafter) else Drafter(made, seed=5), folder / name, metadata)
     files = {path.name: sha256_file(path) for path in sorted((folder / name).iterdir())}
     return OtherDrafter(name=name, path=str(folder / name), files=files)
+
+
+def fitted(config: DrafterConfig) -> Drafter:
+    """A drafter that has seen what it will be judged on, so that its numbers depend on the features it is given."""
+    model, drafter = target("dense"), Drafter(config, seed=5)
+    data = []
+    for text in HELD_OUT:
+        prompt = render(model.tokenizer, [{"role": "user", "content": text}], thinking=False)
+        ((output, _),) = model.generate([prompt], 20)
+        features = model.features(torch.tensor([[*prompt, *output]]), None, config.target_layer_ids)[0]
+        data.append((Continuation(prompt, output, 20), features))
+    train(drafter, model, data, 240)
+    return drafter
 
 
 def judged_beside(road: Road, drafters: list[OtherDrafter], taps: list[int]) -> list[dict[str, Any]]:
@@ -84,10 +101,10 @@ def test_the_runs_own_numbers_are_the_same_with_and_without_other_drafters(road:
 
 
 def test_the_column_of_another_drafter_is_what_it_scores_as_the_runs_own(road: Road) -> None:
-    config = other_taps(target_layer_ids=[4, 1])
-    rows = judged_beside(road, [elsewhere(road.root, "theirs", config)], [1, 2, 4])
+    drafter = fitted(other_taps())
+    rows = judged_beside(road, [elsewhere(road.root, "theirs", drafter)], [1, 2, 4])
     road.references("swapped", taps=[4, 1])
-    save_drafter(Drafter(config, seed=5), road.root / "train" / "step_7" / "drafter")
+    save_drafter(drafter, road.root / "train" / "step_7" / "drafter")
     road.evaluate(road.inputs("swapped", taps=[4, 1]), "evaluate-swapped", taps=[4, 1], block_size=3)
 
     def numbers(listed: list[dict[str, Any]]) -> list[Any]:
@@ -96,6 +113,9 @@ def test_the_column_of_another_drafter_is_what_it_scores_as_the_runs_own(road: R
     theirs = [row for row in rows if row["drafter"] != "trained"]
     own = [row for row in rows_of(road, "evaluate-swapped") if row["method"] in ("chain", "tree")]
     assert numbers(theirs) == numbers(own)
+    assert chosen(theirs, method="chain", metric="tau_pooled", length_bucket="all")[0]["value"] > 1.5, (
+        "it knows too little"
+    )
 
 
 def test_a_drafter_that_names_this_target_in_its_weights_is_not_called_unknown(road: Road) -> None:

@@ -59,6 +59,7 @@ def offline(kind: str, prompt: list[int], output: list[int]) -> Drafts:
     )
 
 
+@pytest.mark.timeout(1200)  # 20 s a kind on an idle core
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_and_trees_give_the_targets_own_text_with_the_offline_lengths_on_100_prompts(kind: str) -> None:
     made, lengths = decoder(kind), set()
@@ -87,6 +88,7 @@ def crop_only(reader: Reader, places: list[int]) -> None:
     reader._cached += len(places)
 
 
+@pytest.mark.timeout(600)
 def test_a_rollback_that_only_crops_is_caught_on_a_hybrid_target(monkeypatch: pytest.MonkeyPatch) -> None:
     made = decoder("hybrid")
     whole = Reader.keep
@@ -162,6 +164,7 @@ json.dump(found, open(sys.argv[4], "w"))
 """
 
 
+@pytest.mark.timeout(600)
 def test_the_published_client_gives_the_same_tokens_and_acceptance_lengths_with_our_export(
     tmp_path: Path, require_or_skip: Callable[[str, str], None]
 ) -> None:
@@ -261,6 +264,7 @@ def exact_distribution(made: Decoder, prompt: list[int], length: int, temperatur
     return np.exp(found)
 
 
+@pytest.mark.timeout(600)
 def test_a_sampled_decode_draws_whole_texts_as_often_as_the_target_alone_would() -> None:
     made, prompt, draws, temperature = tiny(), [0, 2, 1], 1500, 0.8
     exact = exact_distribution(made, prompt, 3, temperature)
