@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dflash.base.params import Params, derived, keyed, placement
 from dflash.model.target_params import Dtype, Kernels, TargetIdentity
@@ -31,8 +31,15 @@ class OtherDrafter(Params):
     """One entry of `evaluate.drafters:`; a drafter trained elsewhere, judged beside the run's own at every checkpoint."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the drafter in every table")
-    path: str = placement(description="its directory: ours, z-lab's, SpecForge's or speculators'")
+    path: str | None = placement(None, description="its directory: ours, z-lab's, SpecForge's or speculators'")
     files: dict[str, str] = derived(default_factory=dict, description="sha256 of each of its files")
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> OtherDrafter:
+        # A stored result names the files alone; where they lie on a host is no part of it.
+        if self.path is None and not self.files:
+            raise ValueError(f"drafter {self.name!r} has no `path`")
+        return self
 
     @field_validator("name")
     @classmethod

@@ -233,7 +233,7 @@ def _drafters(
     for index, item in enumerate(evaluate.drafters):
         key = f"evaluate.drafters.{index}.path"
         where = source.origin(key)
-        folder = Path(item.path)
+        folder = Path(item.path or "")
         if not (folder / "config.json").is_file() and (folder / "drafter" / "config.json").is_file():
             folder = folder / "drafter"
         weights = sorted(folder.glob("*.safetensors"))

@@ -265,3 +265,14 @@ def test_evaluation_params_refuse_a_drafter_called_trained_and_two_of_one_name()
         OtherDrafter(name="trained", path="p")
     with pytest.raises(ValueError, match="names must be distinct"):
         evaluate_params(drafters=[OtherDrafter(name="a", path="p"), OtherDrafter(name="a", path="q")])
+
+
+def test_what_a_stored_result_keeps_of_a_drafter_is_enough_to_read_its_params_again() -> None:
+    params = evaluate_params(
+        drafters=[OtherDrafter(name="a", path="p", files={"config.json": "0" * 64})], online=Online(prompts=2)
+    )
+    kept = params.keyed_values()
+    assert "path" not in kept["drafters"][0]
+    assert type(params).model_validate(kept).keyed_values() == kept
+    with pytest.raises(ValueError, match="drafter 'a' has no `path`"):
+        OtherDrafter(name="a")
