@@ -284,6 +284,40 @@ def rehearse(
 
 
 @app.command()
+def prompts(
+    name: Annotated[str, typer.Argument(help="gsm8k, math500, humaneval, mbpp or mt-bench")],
+    to: Annotated[Path, typer.Option("--to", help="JSONL file to write, for `references.prompt_sets`")],
+    instruction: Annotated[str | None, typer.Option("--instruction", help="text to put below every question")] = None,
+) -> None:
+    """Write a published prompt set to a file that a config can name."""
+    from dflash.data.prompt_sets import lines, published_prompts
+
+    if to.exists():
+        raise ConfigError("the file exists", where=str(to), remedy="Name another one.")
+    made = list(lines(name, published_prompts(name), instruction))
+    to.write_text("".join(f"{line}\n" for line in made))
+    print(f"{to}: {len(made)} prompts")
+
+
+@app.command()
+def export(
+    path: Annotated[Path, typer.Argument(help="a checkpoint's folder, or a drafter's of another system")],
+    client: Annotated[str, typer.Option("--for", help="vllm, sglang, transformers or zlab")],
+    to: Annotated[Path | None, typer.Option("--to", help="folder to write; default ./drafter-CLIENT")] = None,
+    target_layers: Annotated[
+        int | None, typer.Option("--target-layers", help="layers of the target, when the drafter's config does not say")
+    ] = None,
+) -> None:
+    """Write a drafter as a server or a client loads it."""
+    from dflash.model.clients import export_for
+
+    destination = to or Path(f"drafter-{client}")
+    for note in export_for(client, path, destination, num_target_layers=target_layers):
+        print(f"note: {note}", file=sys.stderr)
+    print(destination)
+
+
+@app.command()
 def inspect(path: Path, as_json: AsJson = False) -> None:
     """Say what made a result: a checkpoint folder, a lone safetensors, a receipt, a manifest or a params file."""
     from dflash.report.inspect import describe, render

@@ -183,7 +183,7 @@ def draft_continuation(
     def draft(indices: Sequence[int], slots: int) -> Drafts:
         first = len(continuation.prompt)
         parts = [
-            _choices(logits, top)
+            choices(logits, top)
             for _, logits in draft_chunks(
                 drafter,
                 features,
@@ -203,7 +203,7 @@ def draft_continuation(
     return draft(range(len(continuation.output) - 1), drafter.config.block_size - 1)
 
 
-def _choices(logits: torch.Tensor, top: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+def choices(logits: torch.Tensor, top: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """First choices, and the `top` best tokens with their log-probabilities, of logits [c, slots, V]."""
     if not bool(torch.isfinite(logits).all()):
         raise PermanentError(

@@ -1,17 +1,19 @@
 """The `evaluate` stage: how many tokens a verification a checkpoint commits, beside what needs no training at all.
 
 One checkpoint is judged against every references result (one a kernel), with chains, with trees of each budget, and with the
-baselines. While the features are cached the target does not run: only its embedding and head are loaded.
+baselines; other drafters stand beside it (`candidates.py`), and some prompts are decoded for real when that is asked for
+(`online.py`). While the features are cached the target does not run otherwise: only its embedding and head are loaded.
 
 The probe of the training is compared with that of each references result: what the target gives for fixed sequences under the
 kernels of the one and of the other. The gap stands in the receipt; a wrong kernel stops the evaluation.
 
-Cost: one drafter forward of `anchor_chunk` anchors at a time over one request; memory is the drafter, the two ends of the
-target, one request's features and the logits of one chunk (see `acceptance.py`).
+Cost: one drafter forward of `anchor_chunk` anchors at a time over one request; memory is the drafters, the two ends of the
+target, one request's features, the logits of one chunk (see `acceptance.py`), and per request what the intervals are made of
+(8 kB at 160 tokens and block size 8).
 
 Files, relative to the stage's folder:
     step_<n>/rows.json         tidy rows, see `metrics.py`
-    step_<n>/requests.parquet  one row a request, kernel and method, with its acceptance lengths
+    step_<n>/requests.parquet  one row a request, kernel, drafter and method, with its acceptance lengths
     step_<n>/samples.json      some requests with their text, and which tokens were drafted and accepted
 """
 
@@ -19,14 +21,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from dflash.base.errors import PermanentError
 from dflash.base.files import write_json
@@ -34,23 +38,24 @@ from dflash.base.records import Counts
 from dflash.base.stage import HostContext, Inputs, Outputs, Upstream
 from dflash.data.chat import length_limit
 from dflash.data.schemas import REFERENCES, SAMPLES
-from dflash.data.tables import read_pieces, read_rows, write_table
+from dflash.data.tables import ROW_GROUP, TableWriter, read_pieces
 from dflash.evaluate import metrics
 from dflash.evaluate.acceptance import Continuation, Drafts, Walk, draft_continuation
 from dflash.evaluate.baselines import NGram, walk_ngram, walk_prompt_lookup
+from dflash.evaluate.candidates import OWN_DRAFTER, Candidate, other_drafter
+from dflash.evaluate.decode import Decoder
 from dflash.evaluate.ends import Ends, load_ends
-from dflash.evaluate.evaluate_params import EvaluateParams
+from dflash.evaluate.evaluate_params import EvaluateParams, Online
 from dflash.evaluate.features import FeatureReader
+from dflash.evaluate.online import ONLINE_CHAIN, ONLINE_TREE, Prompt, decode_all, sampling_name
+from dflash.evaluate.online import rows as online_rows
 from dflash.evaluate.overlap import refuse_overlap
 from dflash.evaluate.samples import sample
 from dflash.model.drafter import Drafter
 from dflash.model.export import load_drafter
 from dflash.model.identity import target_source
 from dflash.model.probe import check_target, kernel_gap
-from dflash.model.target import DTYPES, Target, load_target, load_tokenizer
-
-OWN_DRAFTER = "trained"
-"""In the `drafter` column: a checkpoint of the run's own training."""
+from dflash.model.target import DTYPES, Target, load_target, load_tokenizer, select_taps
 
 BASELINES = ("prompt_lookup", "ngram")
 SAMPLES_A_SET = 4
@@ -61,6 +66,7 @@ REQUESTS = pa.schema(
         pa.field("prompt_set", pa.string(), nullable=False),
         pa.field("id", pa.string(), nullable=False),
         pa.field("kernel", pa.string(), nullable=False),
+        pa.field("drafter", pa.string(), nullable=False),
         pa.field("method", pa.string(), nullable=False),
         pa.field("budget", pa.int32(), nullable=False),
         pa.field("prompt_tokens", pa.int32(), nullable=False),
@@ -75,30 +81,34 @@ REQUESTS = pa.schema(
 
 @dataclass(frozen=True)
 class Judge:
-    """What all requests share."""
+    """What all requests share. stored: the taps whose features the references hold."""
 
     params: EvaluateParams
-    drafter: Drafter
+    candidates: Sequence[Candidate]
+    stored: Sequence[int]
     ends: Ends
     ngram: NGram
     device: str
     anchor_chunk: int
 
-    def methods(self) -> list[tuple[str, int]]:
-        """(method, budget) of everything that is measured, in the order of the tables."""
-        slots = self.params.block_size - 1
+    def methods(self, candidate: Candidate) -> list[tuple[str, int]]:
+        """(method, budget) of everything that is measured of a drafter, in the order of the tables; the baselines go with the
+        run's own."""
+        slots = candidate.block_size - 1
         trees = [("tree", budget) for budget in self.params.budgets]
-        return [("chain", slots), *trees, *((name, slots) for name in BASELINES)]
+        baselines = [(name, slots) for name in BASELINES] if candidate.own else []
+        return [("chain", slots), *trees, *baselines]
 
-    def draft(self, continuation: Continuation, features: torch.Tensor) -> Drafts:
-        """The drafter's proposals all along one continuation."""
+    def draft(self, candidate: Candidate, continuation: Continuation, features: torch.Tensor) -> Drafts:
+        """A drafter's proposals all along one continuation; `features` of the stored taps."""
+        online = self.params.online.budget if self.params.online is not None else None
         return draft_continuation(
-            self.drafter,
+            candidate.drafter,
             continuation,
-            features.to(self.device),
+            select_taps(features, self.stored, candidate.taps).to(self.device),
             self.ends.embed,
             self.ends.head,
-            top=max(self.params.budgets, default=1),
+            top=max([*self.params.budgets, online or 1]),
             chunk=self.anchor_chunk,
         )
 
@@ -120,42 +130,242 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
 
     Raises:
         PermanentError: the checkpoint is not of the shape that the evaluation is for, drafts nonsense (NaN), or was trained
-            on prompts that it is judged on; or the target's features under one of the kernels are further from those of the
-            training than right kernels can be.
+            on prompts that it is judged on; another drafter is for another vocabulary or hidden size; or the target's features
+            under one of the kernels are further from those of the training than right kernels can be.
         CorruptError: references or features do not fit together.
     """
     train = inputs.one("train")
     if inputs.step is None:
         raise PermanentError("evaluate runs once a checkpoint; no step was given")
     checkpoint = train.directory / f"step_{inputs.step}" / "drafter"
-    drafter = load_drafter(checkpoint, dtype=DTYPES[params.dtype]).to(host_context.device).eval()
-    check_drafter(drafter, params, str(checkpoint))
+    candidates = load_candidates(params, inputs, checkpoint, host_context.device)
     training = inputs.one("dataset").directory / "train.parquet"
     references = {kernel: inputs.one(f"references/{kernel}") for kernel in params.kernels}
-    stored = {
-        kernel: read_rows(item.directory / "references.parquet", REFERENCES) for kernel, item in references.items()
-    }
-    judged = [(row["prompt_set"], json.loads(row["messages"])) for row in stored[params.kernels[0]]]
-    refuse_overlap(judged, training)
+    first = references[params.kernels[0]]
+    refuse_overlap(judged_messages(first.directory / "references.parquet"), training)
     source = target_source(params.target, inputs.target_path)
     judge = Judge(
         params,
-        drafter,
+        candidates,
+        first.params.params["taps"],
         load_ends(source, params.dtype, host_context.device),
         NGram.count(training_samples(training), params.ngram),
         host_context.device,
         host_context.placement.get("anchor_chunk", params.anchor_chunk),
     )
-    tally = Tally(judge, load_tokenizer(source))
     gaps = {kernel: kernel_gap(train.directory, item.directory, kernel) for kernel, item in references.items()}
-    for kernel, upstream in references.items():
-        reader = feature_reader(upstream, params, kernel, inputs, host_context)
-        rows = stored[kernel]
-        for number, row in enumerate(rows):
-            continuation = continuation_of(row, upstream, params)
-            name = f"{row['prompt_set']}/{row['id'][:12]}"
-            tally.add(kernel, row, continuation, reader.read(number, continuation.prompt + continuation.output, name))
-            host_context.progress.update(number + 1, len(rows), f"requests under {kernel}")
+    folder = workdir / f"step_{inputs.step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with TableWriter(folder / "requests.parquet", REQUESTS) as writer:
+        tally = Tally(judge, load_tokenizer(source), writer, wants_online(params, train, inputs.step))
+        for kernel, upstream in references.items():
+            judge_all(tally, kernel, upstream, inputs, host_context)
+        tally.flush()
+    beaten = say(tally, host_context)
+    write_json(folder / "rows.json", tally.rows(train.params.key, inputs.step))
+    write_json(folder / "samples.json", tally.samples)
+    results = {
+        "tau": tally.tau(),
+        "beaten_by": beaten,
+        "kernel_gap": gaps,
+        "drafters": {item.label: drafter_facts(item) for item in judge.candidates},
+    }
+    files = [f"step_{inputs.step}/{name}" for name in ("rows.json", "requests.parquet", "samples.json")]
+    return Outputs(files, Counts(total=tally.judged, ok=tally.judged), results)
+
+
+def judge_all(tally: Tally, kernel: str, upstream: Upstream, inputs: Inputs, host_context: HostContext) -> None:
+    """Judges every request of one references result, one after another, then decodes some for real if that is asked for."""
+    params = tally.judge.params
+
+    @cache
+    def target() -> Target:
+        source = target_source(params.target, inputs.target_path)
+        loaded = load_target(source, upstream.params.params["dtype"], host_context.device, kernels=kernel)
+        check_target(loaded, upstream.directory)
+        return loaded
+
+    reader = FeatureReader(upstream.directory, tally.judge.stored, kernel, target)
+    path = upstream.directory / "references.parquet"
+    total = sum(piece.num_rows for piece in read_pieces(path, REFERENCES, ["id"]))
+    for number, row in enumerate(stream_rows(path)):
+        continuation = continuation_of(row, upstream, params)
+        name = f"{row['prompt_set']}/{row['id'][:12]}"
+        tally.add(kernel, row, continuation, reader.read(number, continuation.prompt + continuation.output, name))
+        host_context.progress.update(number + 1, total, f"requests under {kernel}")
+    tally.decode(kernel, target, lambda done: host_context.progress.update(done, done, f"decodes under {kernel}"))
+
+
+def wants_online(params: EvaluateParams, train: Upstream, step: int) -> Online | None:
+    """What to decode for real at this checkpoint: nothing unless it is asked for at each, or is the last of the schedule."""
+    if params.online is None or params.online.every_checkpoint:
+        return params.online
+    return params.online if step == train.params.params.get("schedule_steps") else None
+
+
+def load_candidates(params: EvaluateParams, inputs: Inputs, checkpoint: Path, device: str) -> list[Candidate]:
+    """The checkpoint, then the drafters that were trained elsewhere."""
+    dtype = DTYPES[params.dtype]
+    drafter = load_drafter(checkpoint, dtype=dtype).to(device).eval()
+    check_drafter(drafter, params, str(checkpoint))
+    others = [other_drafter(item, params, inputs.files, dtype, device) for item in params.drafters]
+    return [Candidate(OWN_DRAFTER, drafter), *others]
+
+
+def drafter_facts(candidate: Candidate) -> dict[str, Any]:
+    """What the receipt says of a drafter."""
+    return {
+        "name": candidate.name,
+        "differs": list(candidate.differs),
+        "taps": list(candidate.taps),
+        "block_size": candidate.block_size,
+    }
+
+
+class Tally:
+    """Judges requests one by one and keeps what the files are made of: a few kilobytes a request and drafter."""
+
+    def __init__(self, judge: Judge, tokenizer: Any, writer: TableWriter, online: Online | None) -> None:
+        self.judge = judge
+        self.samples: list[dict[str, Any]] = []
+        self.judged = 0
+        self._tokenizer = tokenizer
+        self._writer = writer
+        self._rows: list[dict[str, Any]] = []
+        self._online = online
+        self._results: dict[tuple[str, str, str, str, int], list[metrics.RequestResult]] = {}
+        self._texts: dict[tuple[str, str], list[int]] = {}
+        self._shown: Counter[tuple[str, str]] = Counter()
+        self._prompts: dict[tuple[str, str], list[Prompt]] = {}
+        self._decoded: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
+
+    def add(self, kernel: str, row: dict[str, Any], continuation: Continuation, features: torch.Tensor) -> None:
+        """Judges one request (a row of the references) with every drafter and method."""
+        prompt_set = row["prompt_set"]
+        # Only equality is asked of it, within this process: the hash of a text, not the text.
+        self._texts.setdefault((kernel, prompt_set), []).append(hash(tuple(continuation.output)))
+        for candidate in self.judge.candidates:
+            drafts = self.judge.draft(candidate, continuation, features)
+            for method, budget in self.judge.methods(candidate):
+                walk = self.judge.walk(method, budget, drafts)
+                result = request_result(walk, drafts, with_slots=method == "chain")
+                key = (kernel, prompt_set, candidate.label, method, budget)
+                self._results.setdefault(key, []).append(result)
+                self._rows.append(request_row(row, kernel, candidate.label, method, budget, walk))
+                if candidate.own and method == "chain":
+                    self._show(kernel, row, walk, drafts)
+            if candidate.own:
+                self._keep_for_decoding(kernel, prompt_set, drafts)
+        self.judged += 1
+        if len(self._rows) >= ROW_GROUP:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands the rows of `requests.parquet` that are waiting to the writer."""
+        self._writer.append(self._rows)
+        self._rows = []
+
+    def _show(self, kernel: str, row: dict[str, Any], walk: Walk, drafts: Drafts) -> None:
+        place = kernel, row["prompt_set"]
+        if self._shown[place] < SAMPLES_A_SET:
+            self._shown[place] += 1
+            self.samples.append({"kernel": kernel, **sample(row, walk, drafts, self._tokenizer)})
+
+    def _keep_for_decoding(self, kernel: str, prompt_set: str, drafts: Drafts) -> None:
+        kept = self._prompts.setdefault((kernel, prompt_set), [])
+        if self._online is None or len(kept) == self._online.prompts:
+            return
+        offline = {ONLINE_CHAIN: drafts.walk_chain().lengths}
+        if self._online.budget is not None:
+            offline[ONLINE_TREE] = drafts.walk_tree(self._online.budget).lengths
+        kept.append(Prompt(drafts.continuation, offline))
+
+    def decode(self, kernel: str, target: Callable[[], Target], progress: Callable[[int], None]) -> None:
+        """Decodes for real the prompts that were kept for it."""
+        if self._online is None:
+            return
+        own = self.judge.candidates[0]
+        stops = frozenset(target().facts.eos_ids)
+        decoder = Decoder(target(), own.drafter, self.judge.ends.embed, self.judge.ends.head, stops)
+        for (form, prompt_set), prompts in self._prompts.items():
+            if form == kernel:
+                found = decode_all(decoder, prompts, self._online, self.judge.params.seed, progress)
+                for method, decoded in found.items():
+                    budget = self._online.budget if method == ONLINE_TREE else own.block_size - 1
+                    self._decoded[kernel, prompt_set, method, budget or 0] = decoded
+
+    def tau(self) -> dict[str, dict[str, dict[str, float]]]:
+        """The pooled tau by kernel, prompt set and method: `chain`, `tree_<budget>`, `prompt_lookup`, `ngram`, `online`, and
+        `chain of <drafter>` for drafters that were trained elsewhere."""
+        tau: dict[str, dict[str, dict[str, float]]] = {}
+        for (kernel, prompt_set, label, method, budget), results in self._results.items():
+            name = f"tree_{budget}" if method == "tree" else method
+            name = name if label == OWN_DRAFTER else f"{name} of {label}"
+            tau.setdefault(kernel, {}).setdefault(prompt_set, {})[name] = metrics.tau(results)
+        return tau
+
+    def lossy(self) -> list[str]:
+        """Real decodes whose text is not that of the target alone, or whose lengths are not those worked out offline."""
+        found = []
+        for (kernel, prompt_set, method, _), decoded in self._decoded.items():
+            for name, words in (("lossless", "is not the target's own text"), ("same_lengths", "differs from offline")):
+                wrong = sum(item[name] is False for item in decoded)
+                if wrong:
+                    found.append(f"{method} on {prompt_set} under {kernel}: {wrong} of {len(decoded)} prompts, {words}")
+        return found
+
+    def rows(self, train_key: str, step: int) -> list[dict[str, Any]]:
+        """The tidy rows."""
+        params = self.judge.params
+        how = settings(params)
+        blocks = {item.label: item.block_size for item in self.judge.candidates}
+        whose = {"train_key": train_key, "step": step}
+        made = []
+        for (kernel, prompt_set, label, method, budget), results in self._results.items():
+            labels = {**whose, "drafter": label, "prompt_set": prompt_set, "kernel": kernel, "method": method}
+            made += metrics.rows({**labels, "budget": budget}, results, blocks[label], how)
+        for (kernel, prompt_set, method, budget), decoded in self._decoded.items():
+            labels = {**whose, "drafter": OWN_DRAFTER, "prompt_set": prompt_set, "kernel": kernel, "method": method}
+            sampling = sampling_name(self._online.temperature if self._online else 0.0)
+            made += online_rows({**labels, "budget": budget}, decoded, params.block_size, sampling, how)
+        for kernel in params.kernels[1:]:
+            made += self._differences(kernel, params.kernels[0], whose, blocks, how)
+        return made
+
+    def _differences(
+        self, first: str, second: str, whose: dict[str, Any], blocks: dict[str, int], how: metrics.Settings
+    ) -> list[dict[str, Any]]:
+        """Rows that compare two kernels on the same requests."""
+        made = []
+        for (kernel, prompt_set, label, method, budget), results in self._results.items():
+            if kernel != first:
+                continue
+            others = self._results[second, prompt_set, label, method, budget]
+            labels = {
+                **whose,
+                "drafter": label,
+                "prompt_set": prompt_set,
+                "kernel": f"{first}-{second}",
+                "method": method,
+                "budget": budget,
+            }
+            chance: dict[str, Any] = {"resamples": how.resamples, "confidence": how.confidence, "seed": how.seed}
+            gap = metrics.difference(results, others, **chance)
+            made.append(metrics.row(labels, "tau_difference", gap, len(results), block_size=blocks[label]))
+            if method == "chain" and label == OWN_DRAFTER:
+                pairs = zip(self._texts[first, prompt_set], self._texts[second, prompt_set], strict=True)
+                same = np.array([[float(one == other)] for one, other in pairs])
+                value, low, high = (
+                    float(part[0]) for part in metrics.ratio_intervals(same, np.ones_like(same), **chance)
+                )
+                made.append(
+                    metrics.row(labels, "same_continuation", (value, low, high), len(same), block_size=blocks[label])
+                )
+        return made
+
+
+def say(tally: Tally, host_context: HostContext) -> list[dict[str, Any]]:
+    """Tells what came of it, warnings last; returns the baselines that beat the drafter."""
     for form, sets in tally.tau().items():
         for name, values in sets.items():
             said = ", ".join(f"{method} {value:.2f}" for method, value in values.items())
@@ -166,70 +376,22 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
             f"WARNING: {entry['method']} commits {entry['tau']:.3f} tokens a verification on {entry['prompt_set']}, "
             f"the drafter {entry['drafter_tau']:.3f}"
         )
-    files = tally.write(workdir, train.params.key, inputs.step)
-    results = {"tau": tally.tau(), "beaten_by": beaten, "kernel_gap": gaps}
-    return Outputs(files, Counts(total=tally.judged, ok=tally.judged), results)
+    for words in tally.lossy():
+        host_context.progress.say(f"WARNING: {words}")
+    return beaten
 
 
-class Tally:
-    """Judges requests one by one and keeps what the files are made of: a few hundred bytes a request and method."""
+def stream_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a references file, a row group in memory at a time."""
+    for piece in read_pieces(path, REFERENCES):
+        yield from piece.to_pylist()
 
-    def __init__(self, judge: Judge, tokenizer: Any) -> None:
-        self._judge = judge
-        self._tokenizer = tokenizer
-        self._results: dict[tuple[str, str, str, int], list[metrics.RequestResult]] = {}
-        self._requests: list[dict[str, Any]] = []
-        self._samples: list[dict[str, Any]] = []
-        self._shown: Counter[tuple[str, str]] = Counter()
-        self.judged = 0
 
-    def add(self, kernel: str, row: dict[str, Any], continuation: Continuation, features: torch.Tensor) -> None:
-        """Judges one request (a row of the references) with every method."""
-        drafts = self._judge.draft(continuation, features)
-        prompt_set = row["prompt_set"]
-        for method, budget in self._judge.methods():
-            walk = self._judge.walk(method, budget, drafts)
-            result = request_result(walk, drafts, with_slots=method == "chain")
-            self._results.setdefault((kernel, prompt_set, method, budget), []).append(result)
-            self._requests.append(request_row(row, kernel, method, budget, walk))
-            if method == "chain" and self._shown[kernel, prompt_set] < SAMPLES_A_SET:
-                self._shown[kernel, prompt_set] += 1
-                self._samples.append({"kernel": kernel, **sample(row, walk, drafts, self._tokenizer)})
-        self.judged += 1
-
-    def tau(self) -> dict[str, dict[str, dict[str, float]]]:
-        """The pooled tau by kernel, prompt set and method (`chain`, `tree_<budget>`, `prompt_lookup`, `ngram`)."""
-        tau: dict[str, dict[str, dict[str, float]]] = {}
-        for (kernel, prompt_set, method, budget), results in self._results.items():
-            name = f"tree_{budget}" if method == "tree" else method
-            tau.setdefault(kernel, {}).setdefault(prompt_set, {})[name] = metrics.tau(results)
-        return tau
-
-    def rows(self, train_key: str, step: int) -> list[dict[str, Any]]:
-        """The tidy rows."""
-        params = self._judge.params
-        made = []
-        for (kernel, prompt_set, method, budget), results in self._results.items():
-            labels = {
-                "train_key": train_key,
-                "step": step,
-                "drafter": OWN_DRAFTER,
-                "prompt_set": prompt_set,
-                "kernel": kernel,
-                "method": method,
-                "budget": budget,
-            }
-            made += metrics.rows(labels, results, params.block_size, settings(params))
-        return made
-
-    def write(self, workdir: Path, train_key: str, step: int) -> list[str]:
-        """Writes the three files; returns their names."""
-        folder = f"step_{step}"
-        (workdir / folder).mkdir(parents=True, exist_ok=True)
-        write_json(workdir / folder / "rows.json", self.rows(train_key, step))
-        write_table(workdir / folder / "requests.parquet", REQUESTS, self._requests)
-        write_json(workdir / folder / "samples.json", self._samples)
-        return [f"{folder}/rows.json", f"{folder}/requests.parquet", f"{folder}/samples.json"]
+def judged_messages(path: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """(prompt set, messages) of every prompt."""
+    for piece in read_pieces(path, REFERENCES, ["prompt_set", "messages"]):
+        for row in piece.to_pylist():
+            yield row["prompt_set"], json.loads(row["messages"])
 
 
 def check_drafter(drafter: Drafter, params: EvaluateParams, where: str) -> None:
@@ -267,21 +429,6 @@ def continuation_of(row: dict[str, Any], references: Upstream, params: EvaluateP
     return Continuation(row["prompt_ids"], row["output_ids"], length_limit(most, longest, len(row["prompt_ids"])))
 
 
-def feature_reader(
-    upstream: Upstream, params: EvaluateParams, kernel: str, inputs: Inputs, host_context: HostContext
-) -> FeatureReader:
-    """Features of a references result; the target is loaded only for requests that are not cached."""
-
-    def load() -> Target:
-        dtype = upstream.params.params["dtype"]
-        source = target_source(params.target, inputs.target_path)
-        target = load_target(source, dtype, host_context.device, kernels=kernel)
-        check_target(target, upstream.directory)
-        return target
-
-    return FeatureReader(upstream.directory, params.taps, kernel, load)
-
-
 def settings(params: EvaluateParams) -> metrics.Settings:
     """How intervals and buckets are made."""
     return metrics.Settings(
@@ -299,7 +446,10 @@ def request_result(walk: Walk, drafts: Drafts, *, with_slots: bool) -> metrics.R
     block_size = drafts.tokens.shape[1] + 1
     whole = [index for index in walk.anchors if index + block_size < len(drafts.continuation.output)]
     result = metrics.RequestResult(
-        [first + index for index in walk.anchors], walk.lengths, [first + index for index in whole], walk.unclipped
+        _compact([first + index for index in walk.anchors]),
+        _compact(walk.lengths),
+        _compact([first + index for index in whole]),
+        _compact(walk.unclipped),
     )
     if with_slots:
         result.hits, result.in_bounds = drafts.hits(), drafts.in_bounds()
@@ -307,12 +457,17 @@ def request_result(walk: Walk, drafts: Drafts, *, with_slots: bool) -> metrics.R
     return result
 
 
-def request_row(row: dict[str, Any], kernel: str, method: str, budget: int, walk: Walk) -> dict[str, Any]:
+def _compact(numbers: Sequence[int]) -> NDArray[np.int32]:
+    return np.asarray(numbers, dtype=np.int32)
+
+
+def request_row(row: dict[str, Any], kernel: str, drafter: str, method: str, budget: int, walk: Walk) -> dict[str, Any]:
     """A row of `requests.parquet`."""
     return {
         "prompt_set": row["prompt_set"],
         "id": row["id"],
         "kernel": kernel,
+        "drafter": drafter,
         "method": method,
         "budget": budget,
         "prompt_tokens": len(row["prompt_ids"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dflash.base.params import Params, derived, keyed, placement
 from dflash.model.target_params import Dtype, Kernels, TargetIdentity
@@ -10,6 +10,43 @@ from dflash.model.target_params import Dtype, Kernels, TargetIdentity
 
 def _reference_kernels() -> list[Kernels]:
     return ["torch"]
+
+
+class Online(Params):
+    """`evaluate.online:` real decodes beside the offline numbers."""
+
+    prompts: int = keyed(4, ge=1, unit="prompts", description="first prompts of each set that are decoded for real")
+    every_checkpoint: bool = Field(
+        False, description="at every checkpoint; otherwise at the last one of the schedule alone"
+    )
+    budget: int | None = keyed(
+        None, ge=1, unit="nodes", description="node budget of trees to decode with, beside chains"
+    )
+    temperature: float = keyed(
+        0.0, ge=0.0, description="0 for greedy; otherwise chains are verified by rejection sampling"
+    )
+
+
+class OtherDrafter(Params):
+    """One entry of `evaluate.drafters:`; a drafter trained elsewhere, judged beside the run's own at every checkpoint."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name of the drafter in every table")
+    path: str | None = placement(None, description="its directory: ours, z-lab's, SpecForge's or speculators'")
+    files: dict[str, str] = derived(default_factory=dict, description="sha256 of each of its files")
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> OtherDrafter:
+        # A stored result names the files alone; where they lie on a host is no part of it.
+        if self.path is None and not self.files:
+            raise ValueError(f"drafter {self.name!r} has no `path`")
+        return self
+
+    @field_validator("name")
+    @classmethod
+    def _not_ours(cls, value: str) -> str:
+        if value == "trained":
+            raise ValueError("`trained` is the run's own drafter")
+        return value
 
 
 class EvaluateParams(Params):
@@ -32,6 +69,10 @@ class EvaluateParams(Params):
     confidence: float = keyed(0.95, gt=0.0, lt=1.0, description="coverage of the intervals")
     seed: int = Field(0, ge=0, description="seed of the bootstrap")
     dtype: Dtype = Field("float32", description="compute precision of the drafter")
+    online: Online | None = Field(None, description="decode some prompts for real; none when left out")
+    drafters: list[OtherDrafter] = Field(
+        default_factory=list, description="other drafters, as columns of the same table"
+    )
     anchor_chunk: int = placement(256, ge=1, unit="anchors", description="anchors drafted together")
 
     @field_validator("budgets", "length_edges")
@@ -42,6 +83,14 @@ class EvaluateParams(Params):
         if len(set(value)) != len(value):
             raise ValueError("must be distinct")
         return sorted(value)
+
+    @field_validator("drafters")
+    @classmethod
+    def _distinct_names(cls, value: list[OtherDrafter]) -> list[OtherDrafter]:
+        names = [item.name for item in value]
+        if len(set(names)) != len(names):
+            raise ValueError("names must be distinct")
+        return value
 
     @field_validator("kernels")
     @classmethod

@@ -53,6 +53,11 @@ class FeatureWriter:
         self.bytes = 0
         self.files: list[str] = []
 
+    @property
+    def count(self) -> int:
+        """Requests whose features are kept."""
+        return len(self._rows)
+
     def fits(self, tokens: int, width: int, itemsize: int) -> bool:
         """Whether the features of one more request of so many tokens stay within the cap."""
         return self.bytes + tokens * width * itemsize <= self._cap

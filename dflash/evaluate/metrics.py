@@ -4,15 +4,16 @@ Columns of a row, in this order:
 
     run             name of the run; empty here, the report fills it in
     train_key, step which checkpoint
-    drafter         `trained` for a checkpoint of the run's own training, else the drafter's name
+    drafter         `trained` for a checkpoint of the run's own training, else the drafter's name, and in brackets how it differs
+                    from the run's own: taps, block size, a target that is another or unknown
     prompt_set      which prompts
     length_bucket   `all`, or `lo-hi`: verifications whose context (the tokens before the anchor) has lo <= length < hi
-    kernel          linear attention kernels of the target that made continuation and features
-    method          chain, tree, prompt_lookup, ngram
+    kernel          linear attention kernels of the target that made continuation and features; `a-b` in rows that compare two
+    method          chain, tree, prompt_lookup, ngram: offline. online, online_tree: real decodes of chains and trees
     budget          nodes of the tree beside the root; for the other methods the tokens of their one chain, block_size - 1
     block_size      B: most tokens a chain commits at a time, the bonus token included
     horizon         tokens drafted ahead, B - 1
-    sampling        greedy: the target's greedy continuation, verified exactly
+    sampling        greedy: the target's greedy continuation, verified exactly. temperature T: drawn, verified by rejection
     convention      committed_with_bonus: tokens committed per verification, the bonus token counted, the last verification
                     clipped at the end. committed_with_bonus_unclipped: the same without the verifications whose whole
                     block does not fit before the end
@@ -20,6 +21,9 @@ Columns of a row, in this order:
                     over requests of each request's own ratio. slot_accuracy_<k>: share of all anchors at which slot k
                     names the token k after the anchor (not tau: a decode visits few of the anchors, and stops at the first
                     miss). slot_accuracy_given_prefix_<k>: the same among the anchors where slots 1..k-1 are right
+                    tau_difference: pooled tau under the first kernels less that under the second, requests paired.
+                    same_continuation: share of requests that both kernels continue alike. lossless, speedup,
+                    same_lengths_as_offline: of real decodes, see `online.py`
     value, ci_low, ci_high    the number and its bootstrap interval
     n               requests behind the number, which are what the bootstrap resamples
 
@@ -57,6 +61,7 @@ COLUMNS = (
     "ci_high",
     "n",
 )
+GREEDY = "greedy"
 CLIPPED = "committed_with_bonus"
 UNCLIPPED = "committed_with_bonus_unclipped"
 
@@ -72,10 +77,10 @@ class RequestResult:
     hits, in_bounds: [anchors, B-1] over all anchors, with `anchor_contexts`; None for methods without slots.
     """
 
-    contexts: list[int]
-    lengths: list[int]
-    unclipped_contexts: list[int]
-    unclipped: list[int]
+    contexts: Sequence[int] | NDArray[np.int32]
+    lengths: Sequence[int] | NDArray[np.int32]
+    unclipped_contexts: Sequence[int] | NDArray[np.int32]
+    unclipped: Sequence[int] | NDArray[np.int32]
     hits: NDArray[np.bool_] | None = None
     in_bounds: NDArray[np.bool_] | None = None
     anchor_contexts: NDArray[np.int64] | None = None
@@ -143,10 +148,41 @@ def ratio_intervals(
     return value, low, high
 
 
+def difference(
+    first: Sequence[RequestResult], second: Sequence[RequestResult], *, resamples: int, confidence: float, seed: int
+) -> tuple[float, float, float]:
+    """Pooled tau of `first` less that of `second`, on the same requests in the same order, with its interval.
+
+    Both sides of a resample are the same requests, so what makes a request hard for both cancels out.
+
+    Returns:
+        value, low, high; NaN when a side has no verification.
+
+    Raises:
+        ValueError: the two have not the same number of requests.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} requests against {len(second)}")
+    sides = []
+    for results in (first, second):
+        sides.append(np.array([[np.sum(item.lengths), len(item.lengths)] for item in results], dtype=np.float64))
+    generator = np.random.default_rng(seed)
+    weights = generator.multinomial(len(first), np.full(len(first), 1 / len(first)), size=resamples).astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratios = [np.divide(*(weights @ side).T) for side in sides]
+        values = [np.divide(*side.sum(0)) for side in sides]
+    drawn = ratios[0] - ratios[1]
+    tail = (1 - confidence) / 2
+    if np.isnan(drawn).all():
+        return float("nan"), float("nan"), float("nan")
+    low, high = np.nanquantile(drawn, [tail, 1 - tail])
+    return float(values[0] - values[1]), float(low), float(high)
+
+
 def tau(results: Sequence[RequestResult]) -> float:
     """The pooled tau of some requests; 0.0 when there was no verification."""
     verifications = sum(len(result.lengths) for result in results)
-    return sum(sum(result.lengths) for result in results) / verifications if verifications else 0.0
+    return float(sum(int(np.sum(result.lengths)) for result in results) / verifications) if verifications else 0.0
 
 
 def rows(
@@ -171,22 +207,44 @@ def rows(
         for column, (convention, metric) in enumerate(sums.names):
             count = int((denominators[:, column] > 0).sum())
             if count:
-                row = {
-                    **labels,
-                    "run": "",
-                    "length_bucket": name,
-                    "block_size": block_size,
-                    "horizon": block_size - 1,
-                    "sampling": "greedy",
-                    "convention": convention,
-                    "metric": metric,
-                    "value": float(values[column]),
-                    "ci_low": float(lows[column]),
-                    "ci_high": float(highs[column]),
-                    "n": count,
-                }
-                made.append({column: row[column] for column in COLUMNS})
+                interval = float(values[column]), float(lows[column]), float(highs[column])
+                where = {**labels, "length_bucket": name}
+                made.append(row(where, metric, interval, count, block_size=block_size, convention=convention))
     return made
+
+
+def row(
+    labels: dict[str, Any],
+    metric: str,
+    interval: tuple[float, float, float],
+    n: int,
+    *,
+    block_size: int,
+    sampling: str = GREEDY,
+    convention: str = CLIPPED,
+) -> dict[str, Any]:
+    """One row of one number.
+
+    Args:
+        labels: train_key, step, drafter, prompt_set, kernel, method, budget; `length_bucket` is `all` when left out.
+        interval: value, low, high.
+    """
+    value, low, high = interval
+    made = {
+        "length_bucket": "all",
+        **labels,
+        "run": "",
+        "block_size": block_size,
+        "horizon": block_size - 1,
+        "sampling": sampling,
+        "convention": convention,
+        "metric": metric,
+        "value": value,
+        "ci_low": low,
+        "ci_high": high,
+        "n": n,
+    }
+    return {column: made[column] for column in COLUMNS}
 
 
 def _sums(results: Sequence[RequestResult], low: int, high: int, slots: int) -> _Sums:

@@ -5,7 +5,8 @@ was also trained on is refused, since its tau would flatter.
 
 Cost: one greedy generation of `max_new_tokens` a prompt, `batch_size` prompts together, and one forward a request for its
 features (see `features.py` for their size on disk). As in `completions`, another `batch_size`, device or library may turn a
-near tie between two tokens: the shape of a matrix product moves its last bits.
+near tie between two tokens: the shape of a matrix product moves its last bits. Continuations may come from a server instead
+(`server.py`); the share of their tokens that the local target agrees with is then part of the result.
 
 Files: `references.parquet` (`schemas.REFERENCES`, prompt sets in the order of the config), `features-<i>.safetensors`,
 `features.json`, and `probe.safetensors`: the features of fixed sequences under these kernels, which every evaluation compares
@@ -14,6 +15,8 @@ with those of the training.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,14 +35,18 @@ from dflash.data.chat import length_limit, render
 from dflash.data.prompts import Message, external_file, messages_id, read_prompts
 from dflash.data.prompts_params import PromptsParams
 from dflash.data.schemas import REFERENCES
-from dflash.data.tables import write_table
+from dflash.data.tables import TableWriter
 from dflash.evaluate.features import FeatureWriter, compute_features
 from dflash.evaluate.overlap import stored_messages
 from dflash.evaluate.references_params import PromptSet, ReferencesParams
+from dflash.evaluate.server import agreement, continue_on_server
 from dflash.model.identity import target_source
 from dflash.model.probe import FILE as PROBE
 from dflash.model.probe import target_probe
 from dflash.model.target import DTYPES, Target, load_target
+
+Tokens = Sequence[int]
+"""Kept as arrays of 4 bytes a token: 10,000 requests of 600 tokens are 24 MB, as lists ten times that."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Request:
     prompt_set: str
     id: str
     messages: list[Message]
-    prompt: list[int]
+    prompt: Tokens
 
 
 def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: HostContext) -> Outputs:
@@ -64,40 +71,63 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
         target_source(params.target, inputs.target_path), params.dtype, host_context.device, kernels=params.kernels
     )
     longest = params.target.max_position_embeddings
+    check_tokenizer(target)
     requests = [
         _request(name, messages, target, params.thinking, longest)
         for name, prompts in by_set.items()
         for messages in prompts
     ]
     placement = host_context.placement
-    continuations = continue_all(
-        target, requests, params.max_new_tokens, longest, placement.get("batch_size", params.batch_size), host_context
-    )
-    rows = [
-        {
-            "prompt_set": request.prompt_set,
-            "id": request.id,
-            "messages": canonical_json(request.messages).decode(),
-            "prompt_ids": request.prompt,
-            "output_ids": output,
-            "finish_reason": reason,
-        }
-        for request, (output, reason) in zip(requests, continuations, strict=True)
-    ]
-    write_table(workdir / "references.parquet", REFERENCES, rows)
+    together = placement.get("batch_size", params.batch_size)
+    if params.engine == "openai":
+        continuations = ask_server(target, requests, params, longest, together, host_context)
+    else:
+        continuations = continue_all(target, requests, params.max_new_tokens, longest, together, host_context)
+    summaries: dict[str, Counter[str]] = {name: Counter() for name in by_set}
     cap = placement.get("features_cache_gb", params.features_cache_gb) * 1e9
     writer = FeatureWriter(workdir, params.taps, params.kernels, params.dtype, cap)
-    cached = write_features(writer, target, rows, params.taps, DTYPES[params.dtype].itemsize, host_context)
+    caching = True
+    with TableWriter(workdir / "references.parquet", REFERENCES) as table:
+        for number, (request, (output, reason)) in enumerate(zip(requests, continuations, strict=True)):
+            table.append([_row(request, output, reason)])
+            _count(summaries[request.prompt_set], request, output, reason)
+            if params.engine == "openai":
+                summaries[request.prompt_set]["agreeing"] += agreement(target, request.prompt, output)
+            # The first that does not fit ends it, so that what is cached is a prefix of the rows.
+            caching = caching and cache_features(writer, target, [*request.prompt, *output], params, request.id)
+            host_context.progress.update(number + 1, len(requests), "features")
     target_probe(target, params.target, params.taps).write(workdir / PROBE)
     return Outputs(
         ["references.parquet", *writer.close(), PROBE],
-        Counts(total=len(rows), ok=len(rows)),
+        Counts(total=len(requests), ok=len(requests)),
         {
-            "prompt_sets": {name: _summary([row for row in rows if row["prompt_set"] == name]) for name in by_set},
-            "features": {"cached_requests": cached, "bytes": writer.bytes},
+            "prompt_sets": {name: _summary(counts, params.engine) for name, counts in summaries.items()},
+            "features": {"cached_requests": writer.count, "bytes": writer.bytes},
+            "chat": {"thinking": params.thinking, "template_sha256": template_digest(target.tokenizer)},
         },
         {"target": target.kernels.to_dict()},
     )
+
+
+def check_tokenizer(target: Target) -> None:
+    """Refuses a tokenizer that gives tokens which the target does not know: it is another model's.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    largest = max(target.tokenizer.get_vocab().values())
+    if largest >= target.facts.vocab_size:
+        raise ConfigError(
+            f"the tokenizer gives tokens up to {largest}, the target knows {target.facts.vocab_size}",
+            where="target.path",
+            remedy="The directory holds the tokenizer of another model; put the target's own there.",
+        )
+
+
+def template_digest(tokenizer: Any) -> str | None:
+    """sha256 of the chat template that renders the prompts; None when there is none."""
+    template = tokenizer.chat_template
+    return None if template is None else hashlib.sha256(canonical_json(template)).hexdigest()
 
 
 def read_prompt_set(prompt_set: PromptSet, inputs: Inputs) -> list[list[Message]]:
@@ -147,7 +177,7 @@ def _request(prompt_set: str, messages: list[Message], target: Target, thinking:
             where=where,
             remedy="Take the prompt out of the set.",
         )
-    return Request(prompt_set, identity, messages, prompt)
+    return Request(prompt_set, identity, messages, array("i", prompt))
 
 
 def continue_all(
@@ -157,49 +187,90 @@ def continue_all(
     longest: int,
     batch_size: int,
     host_context: HostContext,
-) -> list[tuple[list[int], str]]:
+) -> list[tuple[Tokens, str]]:
     """Greedy continuations in the order of `requests`: (token ids, `stop` or `length`); prompts of like length together."""
 
     def limit(row: int) -> int:
         return length_limit(max_new_tokens, longest, len(requests[row].prompt))
 
-    done: dict[int, tuple[list[int], str]] = {}
+    done: dict[int, tuple[Tokens, str]] = {}
     order = sorted(range(len(requests)), key=lambda row: (limit(row), len(requests[row].prompt), row))
     for most, group in groupby(order, key=limit):
         rows = list(group)
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            outputs = target.generate([requests[row].prompt for row in batch], most)
-            done.update(zip(batch, outputs, strict=True))
+            outputs = target.generate([list(requests[row].prompt) for row in batch], most)
+            done.update(
+                {row: (array("i", tokens), reason) for row, (tokens, reason) in zip(batch, outputs, strict=True)}
+            )
             host_context.progress.update(len(done), len(requests), "continuations")
     return [done[row] for row in range(len(requests))]
 
 
-@torch.no_grad()
-def write_features(
-    writer: FeatureWriter,
+def ask_server(
     target: Target,
-    rows: Sequence[dict[str, Any]],
-    taps: Sequence[int],
-    itemsize: int,
+    requests: Sequence[Request],
+    params: ReferencesParams,
+    longest: int,
+    parallel: int,
     host_context: HostContext,
-) -> int:
-    """Writes the features of the first rows that fit under the cap; returns how many."""
-    width = len(taps) * target.facts.hidden_size
-    for number, row in enumerate(rows):
-        tokens = row["prompt_ids"] + row["output_ids"]
-        if not writer.fits(len(tokens), width, itemsize):
-            return number
-        writer.add(tokens, compute_features(target, tokens, taps, row["id"][:12]))
-        host_context.progress.update(number + 1, len(rows), "features")
-    return len(rows)
+) -> list[tuple[Tokens, str]]:
+    """Continuations of a server in the order of `requests`.
+
+    Raises:
+        ConfigError: no server is named on this host.
+    """
+    url = host_context.placement.get("server_url", params.server_url)
+    if url is None or params.server_model is None:
+        raise ConfigError(
+            "`references.engine: openai` has no server", where="references.server_url", remedy="Say where it runs."
+        )
+    found = continue_on_server(
+        url,
+        params.server_model,
+        [request.prompt for request in requests],
+        [length_limit(params.max_new_tokens, longest, len(request.prompt)) for request in requests],
+        target.facts.eos_ids,
+        parallel=parallel,
+        progress=lambda done: host_context.progress.update(done, len(requests), "continuations of the server"),
+    )
+    return [(array("i", tokens), reason) for tokens, reason in found]
 
 
-def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of one set; `truncated_share` is the share of continuations cut at the length limit."""
+@torch.no_grad()
+def cache_features(
+    writer: FeatureWriter, target: Target, tokens: Sequence[int], params: ReferencesParams, name: str
+) -> bool:
+    """Computes and keeps the features of one request; False, and nothing done, when they do not fit under the cap."""
+    width = len(params.taps) * target.facts.hidden_size
+    if not writer.fits(len(tokens), width, DTYPES[params.dtype].itemsize):
+        return False
+    writer.add(tokens, compute_features(target, tokens, params.taps, name[:12]))
+    return True
+
+
+def _row(request: Request, output: Sequence[int], reason: str) -> dict[str, Any]:
     return {
-        "requests": len(rows),
-        "prompt_tokens": sum(len(row["prompt_ids"]) for row in rows),
-        "output_tokens": sum(len(row["output_ids"]) for row in rows),
-        "truncated_share": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
+        "prompt_set": request.prompt_set,
+        "id": request.id,
+        "messages": canonical_json(request.messages).decode(),
+        "prompt_ids": request.prompt,
+        "output_ids": output,
+        "finish_reason": reason,
     }
+
+
+def _count(counts: Counter[str], request: Request, output: Sequence[int], reason: str) -> None:
+    counts["requests"] += 1
+    counts["prompt_tokens"] += len(request.prompt)
+    counts["output_tokens"] += len(output)
+    counts["truncated"] += reason == "length"
+
+
+def _summary(counts: Counter[str], engine: str) -> dict[str, Any]:
+    """Counts of one set; `truncated_share` is the share of continuations cut at the length limit, `agreement` the share of a
+    server's tokens that are the local target's most probable ones."""
+    told: dict[str, Any] = {name: counts[name] for name in ("requests", "prompt_tokens", "output_tokens")}
+    if engine == "openai":
+        told["agreement"] = counts["agreeing"] / counts["output_tokens"]
+    return {**told, "truncated_share": counts["truncated"] / counts["requests"]}

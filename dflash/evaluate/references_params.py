@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from dflash.base.params import Params, derived, keyed, placement
@@ -38,6 +40,12 @@ class ReferencesParams(Params):
     max_new_tokens: int = keyed(256, ge=1, unit="tokens", description="length limit of a continuation")
     thinking: bool = Field(False, description="passed to the chat template as `enable_thinking`")
     dtype: Dtype = Field("float32", description="precision of the target")
+    engine: Literal["transformers", "openai"] = Field(
+        "transformers",
+        description="who writes the continuations: the target here, or a server of the completions interface",
+    )
+    server_model: str | None = Field(None, description="what the server calls the target, for `engine: openai`")
+    server_url: str | None = placement(None, description="where the server is, without `/v1`")
     batch_size: int = placement(64, ge=1, unit="prompts", description="prompts continued together")
     features_cache_gb: float = placement(
         8.0, ge=0.0, unit="GB", description="features kept on disk; recomputed beyond it"
@@ -49,4 +57,10 @@ class ReferencesParams(Params):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"prompt sets named twice: {', '.join(twice)}")
+        return self
+
+    @model_validator(mode="after")
+    def _server_named(self) -> ReferencesParams:
+        if self.engine == "openai" and self.server_model is None:
+            raise ValueError("`engine: openai` needs `server_model`, and `server_url` to say where it runs")
         return self

@@ -341,7 +341,7 @@ class Drafter(nn.Module):
         }
 
         def draft(part: Tensor, valid: Tensor | None) -> Tensor:
-            return self._draft_blocks(memory, input_ids, part, valid, position_ids, embed, size, **seen)
+            return self.draft_blocks(memory, input_ids, part, valid, position_ids, embed, size, **seen)
 
         outputs = []
         count = max(anchors.shape[1], 1)
@@ -362,7 +362,7 @@ class Drafter(nn.Module):
         table = rotary_table(positions, self.config.head_dim, self.config.rope_theta, context.dtype)
         return [layer.self_attn.keys_values(context, table) for layer in self.layers]
 
-    def _draft_blocks(
+    def draft_blocks(
         self,
         memory: list[tuple[Tensor, Tensor]],
         input_ids: Tensor,
@@ -375,6 +375,8 @@ class Drafter(nn.Module):
         document_ids: Tensor | None = None,
         recompute_layers: bool = False,
     ) -> Tensor:
+        """Blocks over a context that `remember` has made: [b, n, size, H]. Arguments as `forward`; `memory` holds S places, and
+        what stands in it at an anchor or after it is not seen."""
         batch, count = anchors.shape
         tokens = torch.full((batch, count, size), self.config.mask_token_id, dtype=torch.long, device=input_ids.device)
         tokens[..., 0] = input_ids.gather(1, anchors)
@@ -460,7 +462,7 @@ def draft_chunks(
         end = max(part) + 1
         known_part = [(keys[:, :, :end], values[:, :, :end]) for keys, values in memory]
         at = torch.tensor([part], device=features.device)
-        hidden = drafter._draft_blocks(known_part, ids[:, :end], at, None, positions[:, :end], embed, size)
+        hidden = drafter.draft_blocks(known_part, ids[:, :end], at, None, positions[:, :end], embed, size)
         yield part, lm_head(hidden[0, :, 1:]).float()
 
 

@@ -18,23 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dflash.base.errors import ConfigError, CorruptError, PermanentError
+from dflash.base.errors import ConfigError, CorruptError
 from dflash.model.drafter import Drafter, DrafterConfig
-from dflash.model.taps import default_taps
+from dflash.model.published import SPECULATORS, VERIFIER_TENSORS, read_fields
 from dflash.model.tensor_files import save_tensors
-
-# Options of other drafters that change the arithmetic and are not implemented; their neutral values are allowed.
-NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "input_embedding_scale": (None, 1, 1.0),
-    "output_multiplier": (None, 1, 1.0),
-    "final_logit_softcapping": (None, 0, 0.0),
-    "is_causal": (None,),
-    "conv_kernel_size": (None,),
-    "selector_rank": (None,),
-    "attention_bias": (None, False),
-    "hidden_act": (None, "silu"),
-    "rope_scaling": (None,),
-}
 
 
 def published_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
@@ -115,75 +102,41 @@ def save_weights(
     partial.replace(root / "config.json")
 
 
-def load_config(directory: str | Path) -> DrafterConfig:
-    """The config of an exported directory, ours or a published one.
+def load_config(directory: str | Path, num_target_layers: int | None = None) -> DrafterConfig:
+    """The config of an exported directory, ours or a published one; see `published.read_fields`.
 
     Raises:
         CorruptError: config.json is absent, not JSON, or lacks or misstates a field, which is named.
         PermanentError: the drafter has options that are not implemented (DFlash 2, scaled embeddings, capped logits).
     """
-    file = Path(directory) / "config.json"
     try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise CorruptError(
-            "no config.json", where=str(directory), remedy="Export or fetch the drafter again."
-        ) from error
-    except ValueError as error:
-        raise CorruptError(f"not JSON: {error}", where=str(file), remedy="Export or fetch it again.") from error
-    nested = content.get("dflash_config") or {}
-    both = {**content, **nested}
-    for name, neutral in NEUTRAL_OPTIONS.items():
-        if both.get(name) not in neutral:
-            raise PermanentError(f"option {name} = {both[name]!r} is not supported", where=str(file))
-    try:
-        return _read_config(both)
-    except KeyError as error:
-        raise CorruptError(f"field {error.args[0]} is missing", where=str(file)) from error
+        fields, _ = read_fields(directory, num_target_layers)
+        return DrafterConfig.from_dict(fields)
     except (TypeError, ConfigError) as error:
-        raise CorruptError(f"a field makes no sense: {error}", where=str(file)) from error
+        where = str(Path(directory) / "config.json")
+        raise CorruptError(f"a field makes no sense: {error}", where=where) from error
 
 
-def _read_config(values: dict[str, Any]) -> DrafterConfig:
-    rope = values.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", values.get("rope_theta"))
-    if theta is None:
-        raise KeyError("rope_theta")
-    layers = values["num_hidden_layers"]
-    layer_types = values.get("layer_types") or ["full_attention"] * layers
-    return DrafterConfig(
-        hidden_size=values["hidden_size"],
-        num_hidden_layers=layers,
-        block_size=values["block_size"],
-        vocab_size=values["vocab_size"],
-        intermediate_size=values["intermediate_size"],
-        num_attention_heads=values["num_attention_heads"],
-        num_key_value_heads=values["num_key_value_heads"],
-        head_dim=values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"],
-        num_target_layers=values["num_target_layers"],
-        target_layer_ids=tuple(values.get("target_layer_ids") or default_taps(values["num_target_layers"], layers)),
-        mask_token_id=values["mask_token_id"],
-        layer_types=tuple(layer_types),
-        sliding_window=values.get("sliding_window") if "sliding_attention" in layer_types else None,
-        rope_theta=float(theta),
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-    )
-
-
-def load_drafter(directory: str | Path, *, dtype: torch.dtype | None = None) -> Drafter:
+def load_drafter(
+    directory: str | Path, *, dtype: torch.dtype | None = None, num_target_layers: int | None = None
+) -> Drafter:
     """Load an exported directory, strictly: every tensor present, none left over, every shape right.
 
     Args:
-        directory: with config.json and one or more *.safetensors.
+        directory: with config.json and one or more *.safetensors; ours, z-lab's, SpecForge's or speculators'.
         dtype: type to load into; None keeps the stored one.
+        num_target_layers: of the target, for a layout whose config does not say.
 
     Raises:
         CorruptError: names the tensor or field that is missing, unknown or of another shape.
         PermanentError: the drafter has options that are not implemented.
     """
     root = Path(directory)
-    drafter = Drafter(load_config(root), seed=None)
+    drafter = Drafter(load_config(root, num_target_layers), seed=None)
     state = _read_tensors(root)
+    if read_fields(root, num_target_layers)[1] == SPECULATORS:
+        # Copies of the target's own tensors, which are passed in here.
+        state = {name: tensor for name, tensor in state.items() if name not in VERIFIER_TENSORS}
     expected = drafter.state_dict()
     for what, names in (("is missing", set(expected) - set(state)), ("is not a drafter's", set(state) - set(expected))):
         if names:

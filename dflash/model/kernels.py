@@ -43,6 +43,9 @@ WHOLE_SEQUENCE = ("chunk_gated_delta_rule", "causal_conv1d")
 DELTA_RULES = ("chunk_gated_delta_rule", "recurrent_gated_delta_rule")
 FAST_PACKAGES = ("fla", "causal_conv1d")
 FORMS = ("chunked", "recurrent")
+RECURRENT = "torch_recurrent"
+"""Name of the reference when it runs whole sequences token by token: slow, and a second opinion on a machine without fla."""
+KERNELS = ("fla", "torch", RECURRENT)
 NONE_NEEDED = "none needed"
 
 
@@ -63,6 +66,11 @@ class BoundKernels:
     form: str
     attention: str
     packed: bool = False
+
+    @property
+    def name(self) -> str:
+        """What a config calls these kernels: `linear`, or `torch_recurrent` for the reference in its recurrent form."""
+        return RECURRENT if self.linear == "torch" and self.form == "recurrent" else self.linear
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, for environments and manifests."""
@@ -265,16 +273,25 @@ def packing_arguments(lengths: Sequence[int], device: torch.device) -> dict[str,
     }
 
 
+def release_reference(model: nn.Module) -> None:
+    """Undo `force_reference`: bind again what transformers bound at import. Does nothing for a dense model."""
+    source = _modelling_module(model)
+    for name, original in (vars(source).get("__dflash_originals__", {}) if source is not None else {}).items():
+        setattr(source, name, original)
+
+
 def require(bound: BoundKernels, asked: str) -> None:
     """Stop unless the kernels that are bound are the ones asked for. A dense target needs none, so any request is met.
 
     Raises:
-        PermanentError: `fla` or `torch` was asked for and something else is bound.
+        PermanentError: one of `KERNELS` was asked for and something else is bound.
         ConfigError: an unknown request; `auto` takes what is bound.
     """
-    if asked not in ("auto", "fla", "torch"):
-        raise ConfigError(f"kernels {asked!r} are unknown", remedy="Choose auto, fla or torch.")
-    if asked == "auto" or bound.linear in (asked, NONE_NEEDED):
+    if asked not in ("auto", *KERNELS):
+        raise ConfigError(
+            f"kernels {asked!r} are unknown", remedy=f"Choose auto, {', '.join(KERNELS[:-1])} or {KERNELS[-1]}."
+        )
+    if asked == "auto" or bound.linear == NONE_NEEDED or asked == bound.name:
         return
     named = ", ".join(f"{name} = {function}" for name, function in bound.functions.items())
     remedy = (
@@ -282,7 +299,7 @@ def require(bound: BoundKernels, asked: str) -> None:
         if asked == "fla"
         else "Load the target with kernels: torch, which puts the reference in place."
     )
-    raise PermanentError(f"kernels {asked} were asked for, but {bound.linear} is bound ({named})", remedy=remedy)
+    raise PermanentError(f"kernels {asked} were asked for, but {bound.name} is bound ({named})", remedy=remedy)
 
 
 def leaking_functions(bound: BoundKernels) -> list[str]:

@@ -34,7 +34,7 @@ from torch import Tensor
 from dflash.base.canonical import canonical_json
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.records import Environment
-from dflash.model.target import Target, check_features
+from dflash.model.target import Target, check_features, select_taps
 from dflash.model.target_params import TargetIdentity
 from dflash.model.tensor_files import save_tensors
 
@@ -221,7 +221,7 @@ def kernel_gap(trained: Path, judged: Path, kernel: str) -> dict[str, Any] | Non
         trained: the training's folder. judged: the folder of the references. kernel: how they call their kernels.
 
     Returns:
-        `{what, error, tolerance}` of the largest difference; None when either has no probe or the sequences are others.
+        `{what, error, tolerance}` of the largest difference; None when either has no probe, or the sequences or taps are others.
 
     Raises:
         PermanentError: the difference is beyond what right kernels may show.
@@ -230,10 +230,15 @@ def kernel_gap(trained: Path, judged: Path, kernel: str) -> dict[str, Any] | Non
     if not ((trained / FILE).exists() and (judged / FILE).exists()):
         return None
     ours, theirs = Probe.read(trained / FILE), Probe.read(judged / FILE)
-    if ours.tokens() != theirs.tokens() or ours.facts["taps"] != theirs.facts["taps"]:
+    taps, judged_taps = ours.facts["taps"], theirs.facts["taps"]
+    if ours.tokens() != theirs.tokens() or not set(taps) <= set(judged_taps):
         return None
     tolerance = ACROSS_KERNELS[coarser(ours.facts["dtype"], theirs.facts["dtype"])]
-    found = {name: tensor for name, tensor in theirs.tensors.items() if name.startswith("features.")}
+    found = {
+        name: select_taps(tensor, judged_taps, taps)
+        for name, tensor in theirs.tensors.items()
+        if name.startswith("features.")
+    }
     drift = largest_drift(ours, found, tolerance)
     if drift.beyond:
         bound = ours.facts.get("kernels", {}).get("linear", "unknown")

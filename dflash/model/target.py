@@ -28,6 +28,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -46,6 +47,7 @@ from transformers import (
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
 from dflash.model import draws
 from dflash.model.kernels import (
+    RECURRENT,
     BoundKernels,
     attending_by_document,
     bind_document_convolution,
@@ -54,6 +56,7 @@ from dflash.model.kernels import (
     force_reference,
     packing_arguments,
     refuse_packing,
+    release_reference,
     require,
 )
 from dflash.model.taps import check_taps
@@ -114,13 +117,18 @@ class Target:
         self.embed: nn.Module = model.get_input_embeddings()
         self.lm_head: nn.Module = model.get_output_embeddings()
         self.device: torch.device = next(self.embed.parameters()).device
-        if self.device.type == "cpu" or kernels == "torch":
-            force_reference(model, form)
+        if self.device.type == "cpu" or kernels in ("torch", RECURRENT):
+            force_reference(model, "recurrent" if kernels == RECURRENT else form)
         else:
+            if kernels == "fla":
+                release_reference(model)
             bind_document_convolution(model)
         self.kernels: BoundKernels = bound_kernels(model)
         require(self.kernels, kernels)
         self.kernels = dataclasses.replace(self.kernels, packed=self.device.type != "cpu" and self.can_pack())
+        # transformers renamed the argument in 5.2x; both names work in between.
+        named = inspect.signature(self.model.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"
 
     def can_pack(self) -> bool:
         """Whether documents that share a row stay apart, in attention and in linear layers."""
@@ -247,19 +255,52 @@ class Target:
             mask = torch.cat([mask, mask.new_ones(len(keep), 1)], dim=1)
         return [(tokens, "stop" if tokens[-1] in stops else "length") for tokens in done]
 
+    @torch.no_grad()
+    def read(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: DynamicCache,
+        taps: Sequence[int],
+        *,
+        mask: Tensor | None = None,
+        last_only: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Reads more of one text; the cache moves on.
+
+        Args:
+            ids, positions: [1, n] the tokens, and where each stands in the text.
+            cache: what was read before.
+            taps: layers whose outputs are wanted; none gives features of width 0.
+            mask: bool [1, 1, n, past + n], what each token sees; None: all that came before it. Only for targets whose
+                layers are all of full attention.
+            last_only: logits of the last token alone.
+
+        Returns:
+            logits [n, V] (or [1, V]) and features [n, K*H].
+        """
+        with _layer_outputs(self.model.model.layers, taps) as outputs:
+            logits = self._logits(ids, mask, positions, cache, 1 if last_only else 0)
+        if not taps:
+            return logits[0], logits.new_empty(ids.shape[1], 0)
+        return logits[0], torch.cat([outputs[k] for k in taps], dim=-1)[0]
+
     def _next_logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Logits [b, V] of the token after the last of `ids`; the cache moves on."""
-        # transformers renamed the argument in 5.2x; both names work in between.
-        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        return self._logits(ids, mask, positions, cache, 1)[:, -1]
+
+    def _logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache, keep: int) -> Tensor:
+        """Logits [b, keep, V] after the last `keep` tokens (0: after all of them)."""
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
-            logits_to_keep=1,
-            **{name: cache},
+            logits_to_keep=keep,
+            **{self._cache_name: cache},
         )
-        return output.logits[:, -1]
+        logits: Tensor = output.logits
+        return logits
 
 
 @contextmanager
@@ -296,6 +337,24 @@ def refuse_left_padding(input_ids: Tensor, attention_mask: Tensor | None, pad_id
         what = "are padded on the left, by their attention mask"
     if bad:
         raise PermanentError(f"rows {bad[:8]} of the batch {what}", remedy="Pad on the right.")
+
+
+def select_taps(features: Tensor, stored: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """The features [..., K*H] of some of the stored taps, in the order of `wanted`.
+
+    Raises:
+        PermanentError: a wanted tap is not among the stored ones.
+    """
+    if list(stored) == list(wanted):
+        return features
+    absent = [tap for tap in wanted if tap not in stored]
+    if absent:
+        raise PermanentError(
+            f"features of layers {list(stored)}, but taps {absent} are asked for",
+            remedy="Run `dflash run`, which makes the features that are needed.",
+        )
+    parts = features.chunk(len(stored), dim=-1)
+    return torch.cat([parts[list(stored).index(tap)] for tap in wanted], dim=-1)
 
 
 def check_features(
@@ -353,21 +412,22 @@ def load_target(
         source: directory with a transformers checkpoint, or a mapping.
         dtype: type to compute in, whatever the type on disk: `float32`, `bfloat16`, `float16` or `float64`.
         device: `cpu`, `cuda`, `cuda:1`, ...
-        kernels: `auto`, `fla` or `torch`; what must be bound. On a CPU the reference always is.
+        kernels: `auto`, `fla`, `torch` or `torch_recurrent`; what must be bound. On a CPU the reference always is.
         form: `chunked` or `recurrent` form of the reference.
 
     Raises:
         ConfigError: no such directory, an unknown dtype or a spec that makes no sense.
         PermanentError: a model type that is not supported, or kernels other than asked for.
-        CorruptError: the checkpoint lacks tensors.
+        CorruptError: the checkpoint lacks tensors, or a file is damaged.
     """
     if isinstance(source, Mapping):
         return random_target(source, dtype, device, kernels=kernels, form=form)
     path = Path(source)
     _model_type(path)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=_dtype(dtype), attn_implementation="sdpa", output_loading_info=True, local_files_only=True
-    )
+    with _damage_named(path):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=_dtype(dtype), attn_implementation="sdpa", output_loading_info=True, local_files_only=True
+        )
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -394,14 +454,15 @@ def load_ends(source: str | Path | Mapping[str, Any], dtype: str = "float32", de
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     text = config.get_text_config()
     text.num_hidden_layers, text.layer_types = 0, []
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        dtype=_dtype(dtype),
-        attn_implementation="sdpa",
-        output_loading_info=True,
-        local_files_only=True,
-    )
+    with _damage_named(path):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=_dtype(dtype),
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            local_files_only=True,
+        )
     model, info = loaded
     if info["missing_keys"]:
         raise CorruptError(
@@ -414,7 +475,22 @@ def load_tokenizer(source: str | Path | Mapping[str, Any]) -> Any:
     """The tokenizer of a target without its weights; the byte-level one for a random target."""
     if isinstance(source, Mapping):
         return byte_tokenizer()
-    return AutoTokenizer.from_pretrained(source, local_files_only=True)
+    with _damage_named(Path(source)):
+        return AutoTokenizer.from_pretrained(source, local_files_only=True)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Says in which directory a file could not be read, whatever library found out.
+
+    Raises:
+        CorruptError: a file is missing, truncated or not what its name says.
+    """
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        what = str(error).strip().partition("\n")[0]
+        raise CorruptError(f"not a whole checkpoint: {what}", where=str(path), remedy="Fetch it again.") from error
 
 
 def random_target(

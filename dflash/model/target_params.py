@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dflash.base.params import Params, placement
 
-Kernels = Literal["torch", "fla"]
+Kernels = Literal["torch", "fla", "torch_recurrent"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 

@@ -16,20 +16,22 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from dflash.base.errors import ConfigError
+from dflash.base.errors import ConfigError, DflashError
 from dflash.base.files import DigestCache
 from dflash.base.params import DERIVED, Params
 from dflash.base.yaml_source import Source, load_yaml, merge, subtree
 from dflash.data.buckets_params import BucketsParams
 from dflash.data.completions_params import CompletionsParams
 from dflash.data.dataset_params import DatasetParams
+from dflash.data.prompt_sets import check_labels
 from dflash.data.prompts import validate_prompts_file
 from dflash.data.prompts_params import PromptsParams
-from dflash.evaluate.evaluate_params import EvaluateParams
+from dflash.evaluate.evaluate_params import EvaluateParams, OtherDrafter
 from dflash.evaluate.references_params import PromptSet, ReferencesParams
 from dflash.hosts.inventory import Inventory, load_inventory
 from dflash.model.facts import identify
-from dflash.model.taps import default_taps
+from dflash.model.published import read_fields
+from dflash.model.taps import check_taps, default_taps
 from dflash.model.target_params import TargetIdentity, TargetSection
 from dflash.report.report_params import ReportParams
 from dflash.train.train_params import TrainParams
@@ -200,7 +202,9 @@ def _run_config(name: str, source: Source, cache: DigestCache) -> RunConfig:
         "evaluate",
         {"target": target, "taps": train.target_layer_ids, "block_size": train.block_size},
     )
-    references = _references(source, section, target, train, cache, files)
+    drafters, taps = _drafters(source, evaluate, cache, files)
+    evaluate = evaluate.model_copy(update={"drafters": drafters})
+    references = _references(source, section, target, taps, cache, files)
     report = section(ReportParams, "report", {"run": name})
     path = Path(target_section.path) if target_section.path is not None else None
     return RunConfig(
@@ -220,15 +224,57 @@ def _run_config(name: str, source: Source, cache: DigestCache) -> RunConfig:
     )
 
 
+def _drafters(
+    source: Source, evaluate: EvaluateParams, cache: DigestCache, files: dict[str, Path]
+) -> tuple[list[OtherDrafter], list[int]]:
+    """The drafters trained elsewhere with the digests of their files, and the taps that all drafters together read: the
+    run's own first, so that they stand as they would alone."""
+    made, taps = [], list(evaluate.taps)
+    for index, item in enumerate(evaluate.drafters):
+        key = f"evaluate.drafters.{index}.path"
+        where = source.origin(key)
+        folder = Path(item.path or "")
+        if not (folder / "config.json").is_file() and (folder / "drafter" / "config.json").is_file():
+            folder = folder / "drafter"
+        weights = sorted(folder.glob("*.safetensors"))
+        if not (folder / "config.json").is_file() or not weights:
+            raise ConfigError(
+                f"`{key}: {item.path}` holds no drafter",
+                where=where,
+                remedy="Give a directory with config.json and safetensors.",
+            )
+        try:
+            fields, _ = read_fields(folder, evaluate.target.num_layers)
+            check_taps(fields["target_layer_ids"], evaluate.target.num_layers)
+        except DflashError as error:
+            raise ConfigError(f"`{key}: {item.path}`: {error.what}", where=where, remedy=error.remedy) from error
+        for name, wanted in (("vocab_size", evaluate.target.vocab_size), ("hidden_size", evaluate.target.hidden_size)):
+            if fields[name] != wanted:
+                raise ConfigError(
+                    f"`{key}: {item.path}`: its {name} is {fields[name]}, the target's {wanted}",
+                    where=where,
+                    remedy="Only drafters for the target's own vocabulary and hidden size can be judged.",
+                )
+        digests = {}
+        for file in [folder / "config.json", *weights]:
+            digests[file.name] = _file_digest(str(file), key, source, cache, files)
+        made.append(item.model_copy(update={"files": digests}))
+        taps += [tap for tap in fields["target_layer_ids"] if tap not in taps]
+    return made, taps
+
+
 def _references(
-    source: Source, section: Any, target: TargetIdentity, train: TrainParams, cache: DigestCache, files: dict[str, Path]
+    source: Source, section: Any, target: TargetIdentity, taps: list[int], cache: DigestCache, files: dict[str, Path]
 ) -> ReferencesParams:
-    made: ReferencesParams = section(ReferencesParams, "references", {"target": target, "taps": train.target_layer_ids})
+    made: ReferencesParams = section(ReferencesParams, "references", {"target": target, "taps": taps})
     sets = []
     for index, item in enumerate(made.prompt_sets):
         if item.path is not None:
             digest = _file_digest(item.path, f"references.prompt_sets.{index}.path", source, cache, files)
             _validate_prompts(PromptsParams(name=item.name, path=item.path, digest=digest), cache)
+            if not cache.knows(f"labels:{digest}"):
+                check_labels(Path(item.path))
+                cache.remember(f"labels:{digest}")
             item = PromptSet.model_construct(**{**item.model_dump(), "digest": digest})
         sets.append(item)
     return made.model_copy(update={"prompt_sets": sets})

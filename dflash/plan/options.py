@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from dflash.base.params import DERIVED, PLACEMENT, Params
+from dflash.evaluate.evaluate_params import Online, OtherDrafter
 from dflash.evaluate.references_params import PromptSet
 from dflash.model.target_params import RandomTarget, TargetSection
 from dflash.stages import STAGES
@@ -50,6 +51,8 @@ def options_markdown() -> str:
             parts += [_nested("train.topology", Topology), _nested("train.continue_from", ContinueFrom)]
         if stage.section == "references":
             parts.append(_nested("references.prompt_sets[]", PromptSet))
+        if stage.section == "evaluate":
+            parts += [_nested("evaluate.online", Online), _nested("evaluate.drafters[]", OtherDrafter)]
     return "\n".join(parts)
 
 

@@ -46,6 +46,7 @@ def all_checks(evidence: Evidence, tables: Sequence[TauTable]) -> list[Check]:
         receipts(evidence),
         kernels(evidence),
         baselines(tables),
+        *([lossless(evidence)] if evidence.params("evaluate").get("online") else []),
         held_out(evidence.shared_prompts),
         truncated(evidence),
         code(evidence),
@@ -112,7 +113,7 @@ def kernels(evidence: Evidence) -> Check:
     first = trained[0][1]
     changed = [f"training at {where}: {line}" for where, item in trained[1:] for line in differences(first, item)]
     gaps = [f"evaluation on {where}: {line}" for where, item in judged for line in differences(first, item)]
-    name = first.get("linear", "the recorded kernels")
+    name = _name(first, "the recorded kernels")
     same = [where for where, item in judged if not differences(first, item)]
     if changed:
         return Check(
@@ -147,6 +148,12 @@ def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     ]
 
 
+def _name(facts: Mapping[str, str], otherwise: str) -> str:
+    """What a config calls kernels of these facts."""
+    linear = facts.get("linear", otherwise)
+    return "torch_recurrent" if linear == "torch" and facts.get("form") == "recurrent" else linear
+
+
 def _judging_kernels(evidence: Evidence) -> list[tuple[str, dict[str, str]]]:
     """What was bound when the target wrote the continuations that drafters are judged on: one a `references` result."""
     found = []
@@ -156,7 +163,7 @@ def _judging_kernels(evidence: Evidence) -> list[tuple[str, dict[str, str]]]:
         if environment and environment.kernels:
             asked = str(evidence.manifest.config.get(entry.name, {}).get("kernels") or entry.name)
             facts = bound(environment.kernels)
-            found.append((facts.get("linear", asked), facts))
+            found.append((_name(facts, asked), facts))
     return found
 
 
@@ -177,6 +184,38 @@ def baselines(tables: Sequence[TauTable]) -> Check:
     leading = next(index for index, (_, v) in enumerate(verdicts) if v.standing == worst)
     rest = tuple(text for index, text in enumerate(told) if index != leading)
     return Check("baselines", title, standing_of[worst], told[leading], rest)
+
+
+def lossless(evidence: Evidence) -> Check:
+    """Real decodes gave the target's own text, with the acceptance lengths that were worked out offline."""
+    title = "Real decodes"
+    rows = [row for row in evidence.rows if row["metric"] in ("lossless", "same_lengths_as_offline")]
+    if not rows:
+        return Check("lossless", title, "unknown", "No prompt was decoded greedily at the checkpoints that are shown.")
+    wrong = [row for row in rows if row["value"] < 1]
+    prompts = sum(int(row["n"]) for row in rows if row["metric"] == "lossless")
+    if not wrong:
+        words = (
+            f"In all {prompts} decodes the text is the target's own, token for token, and every verification commits what was "
+            "worked out offline."
+        )
+        return Check("lossless", title, "holds", words)
+    words_of = {"lossless": "are the target's own text", "same_lengths_as_offline": "have the offline lengths"}
+    told = tuple(
+        f"step {row['step']}, {row['prompt_set']}, {row['kernel']} kernels, {row['method']}: {row['value']:.0%} of {row['n']} "
+        f"{words_of[row['metric']]}"
+        for row in wrong
+    )
+    exact = all(
+        evidence.manifest.config.get(entry.name, {}).get("dtype") in ("float32", "float64")
+        for entry in evidence.entries("references")
+    ) and evidence.params("evaluate").get("dtype") in ("float32", "float64")
+    words = "Some decodes differ from the target's own text or from the offline lengths" + (
+        ", which exact arithmetic does not excuse."
+        if exact
+        else "; in a coarse type near ties turn, so look at how many."
+    )
+    return Check("lossless", title, "fails" if exact else "look", words, told)
 
 
 def held_out(shared: Mapping[str, int] | None) -> Check:

@@ -18,7 +18,7 @@ from dflash.report.checks import Check, all_checks, bound, summary
 from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Sample, Side, Trouble
 from dflash.report.figures import Series, bar_chart, line_chart, thin
 from dflash.report.report_params import ReportParams
-from dflash.report.tables import Cell, TauTable, cell_text, shown_steps, tau_tables
+from dflash.report.tables import Cell, TauTable, cell_text, heading, online_decodes, shown_steps, tau_tables
 
 SECTIONS = (
     ("trust", "Trust"),
@@ -268,8 +268,57 @@ def _add_evaluation(page: Page, frame: pd.DataFrame) -> None:
     last = int(frame["step"].max())
     now = frame[frame["step"] == last]
     _add_slots(page, now, last)
+    _add_kernels(page, now, last)
+    _add_online(page, frame)
     _add_conventions(page, now, last)
     _add_lengths(page, now, last)
+
+
+def _add_kernels(page: Page, now: pd.DataFrame, last: int) -> None:
+    """tau under two kernels and its difference, one table for each pair and prompt set."""
+    gaps = now[now["metric"] == "tau_difference"]
+    for (prompt_set, pair), part in gaps.groupby(["prompt_set", "kernel"], sort=False):
+        first, second = str(pair).split("-")
+        by_kernel = {table.kernel: table.rows[-1][1] for table in tau_tables(now) if table.prompt_set == prompt_set}
+        rows = []
+        for row in part.to_dict("records"):
+            name = heading(str(row["method"]), int(row["budget"]), str(row["drafter"]))
+            gap = Cell(float(row["value"]), float(row["ci_low"]), float(row["ci_high"]), int(row["n"]))
+            sides = [cell_text(by_kernel.get(kernel, {}).get(name)) for kernel in (first, second)]
+            rows.append((name, *sides, f"{gap.value:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]", f"{gap.n:,}"))
+        same = now[(now["metric"] == "same_continuation") & (now["prompt_set"] == prompt_set) & (now["kernel"] == pair)]
+        words = "".join(f" Both continue {value:.1%} of the requests alike." for value in same["value"])
+        caption = (
+            f"The same checkpoint under two kernels, step {last:,}; prompt set {prompt_set}; the difference is over the same "
+            f"requests, so its interval is narrower than those of its sides.{words}"
+        )
+        headings = ("method", first, second, "difference", "n")
+        page.evaluation_tables.append(Table(f"kernels {pair}, {prompt_set}", caption, headings, tuple(rows)))
+
+
+def _add_online(page: Page, frame: pd.DataFrame) -> None:
+    """Real decodes, one row for each method, prompt set and kernel form."""
+    decodes = online_decodes(frame)
+    if not decodes:
+        return
+    metrics = ("tau_pooled", "speedup", "lossless", "same_lengths_as_offline")
+    rows = tuple(
+        (
+            f"{item.prompt_set}, {item.kernel}",
+            item.name,
+            item.sampling,
+            *(cell_text(item.cells.get(metric)) for metric in metrics),
+            _counts(item.cells.values()),
+        )
+        for item in decodes
+    )
+    caption = (
+        f"Prompts decoded for real at step {decodes[0].step:,}: tokens a verification commits; seconds of the target alone over "
+        "seconds with the drafter, in the same run; share of texts that are the target's own; share of prompts whose every "
+        "verification commits what was worked out offline. One request at a time, this implementation."
+    )
+    headings = ("prompt set, kernels", "method", "sampling", "tau", "speedup", "lossless", "as offline", "n")
+    page.evaluation_tables.append(Table("real decodes", caption, headings, rows, frozenset({"sampling"})))
 
 
 def _add_conventions(page: Page, now: pd.DataFrame, last: int) -> None:

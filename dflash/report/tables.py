@@ -24,7 +24,9 @@ OWN_DRAFTER = "trained"
 UNCLIPPED = "_unclipped"
 """Ending of the conventions that leave out verifications which the end of the text may have cut."""
 BASELINES = {"prompt_lookup": "prompt lookup", "ngram": "n-gram"}
-METHODS = ("chain", "tree", "online", *BASELINES)
+METHODS = ("chain", "tree", *BASELINES)
+ONLINE = {"online": "chain", "online_tree": "tree"}
+"""Real decodes of a few prompts: they stand in a table of their own, since their n is another."""
 MOST_TERMINAL_ROWS = 20
 
 
@@ -126,6 +128,7 @@ def tau_tables(frame: pd.DataFrame, *, metric: str = "tau_pooled", unclipped: bo
     """
     chosen = frame[(frame["metric"] == metric) & (frame["length_bucket"] == "all")]
     chosen = chosen[chosen["convention"].astype(str).str.endswith(UNCLIPPED) == unclipped]
+    chosen = chosen[~chosen["method"].isin(list(ONLINE))]
     tables = []
     for (prompt_set, kernel), part in chosen.groupby(["prompt_set", "kernel"], sort=False, dropna=False):
         tables.append(_tau_table(str(prompt_set), str(kernel), part))
@@ -138,13 +141,11 @@ def _tau_table(prompt_set: str, kernel: str, part: pd.DataFrame) -> TauTable:
     for row in part.to_dict("records"):
         method, drafter = str(row["method"]), str(row["drafter"])
         budget = 0 if pd.isna(row["budget"]) else int(row["budget"])
-        count = 0 if pd.isna(row["n"]) else int(row["n"])
-        heading = _heading(method, budget, drafter)
+        name = heading(method, budget, drafter)
         place = METHODS.index(method) if method in METHODS else len(METHODS)
         foreign = "" if drafter == OWN_DRAFTER or method in BASELINES else drafter
-        order.setdefault(heading, (method in BASELINES, foreign, place, budget))
-        cell = Cell(float(row["value"]), float(row["ci_low"]), float(row["ci_high"]), count)
-        by_step.setdefault(int(row["step"]), {})[heading] = cell
+        order.setdefault(name, (method in BASELINES, foreign, place, budget))
+        by_step.setdefault(int(row["step"]), {})[name] = _cell(row)
     return TauTable(
         prompt_set,
         kernel,
@@ -156,11 +157,47 @@ def _tau_table(prompt_set: str, kernel: str, part: pd.DataFrame) -> TauTable:
     )
 
 
-def _heading(method: str, budget: int, drafter: str) -> str:
+def heading(method: str, budget: int, drafter: str) -> str:
+    """What a column is called: `chain`, `tree-16`, `n-gram`, `chain (other drafter)`."""
     if method in BASELINES:
         return BASELINES[method]
     name = f"tree-{budget}" if method == "tree" else method
     return name if drafter == OWN_DRAFTER else f"{name} ({drafter})"
+
+
+@dataclass(frozen=True)
+class Online:
+    """Real decodes of one method on one prompt set. cells: by metric; a metric that was not measured is left out."""
+
+    step: int
+    prompt_set: str
+    kernel: str
+    method: str
+    budget: int
+    sampling: str
+    cells: Mapping[str, Cell]
+
+    @property
+    def name(self) -> str:
+        """`chain` or `tree-16`."""
+        return f"tree-{self.budget}" if self.method == "online_tree" else "chain"
+
+
+def online_decodes(frame: pd.DataFrame) -> list[Online]:
+    """What was decoded for real at the last step that has any, in the order of the rows."""
+    chosen = frame[frame["method"].isin(list(ONLINE))]
+    chosen = chosen[chosen["step"] == chosen["step"].max()]
+    columns = ["step", "prompt_set", "kernel", "method", "budget", "sampling"]
+    found = []
+    for (step, prompt_set, kernel, method, budget, sampling), part in chosen.groupby(columns, sort=False):
+        cells = {str(row["metric"]): _cell(row) for row in part.to_dict("records")}
+        found.append(Online(int(step), str(prompt_set), str(kernel), str(method), int(budget), str(sampling), cells))
+    return found
+
+
+def _cell(row: Mapping[Any, Any]) -> Cell:
+    count = 0 if pd.isna(row["n"]) else int(row["n"])
+    return Cell(float(row["value"]), float(row["ci_low"]), float(row["ci_high"]), count)
 
 
 def verdict(table: TauTable) -> Verdict:
@@ -220,8 +257,17 @@ def results_table(frame: pd.DataFrame, report: Path, *, stream: TextIO) -> None:
             _print_rich(table, stream)
         else:
             stream.write(_plain(table))
-    words = " ".join(_named(table, len(tables) > 1) for table in tables)
+    words = " ".join([*(_named(table, len(tables) > 1) for table in tables), *map(_decoded, online_decodes(frame))])
     stream.write(f"{words or 'No checkpoint has been evaluated yet.'} Report: {report}\n")
+
+
+def _decoded(item: Online) -> str:
+    """One sentence on real decodes."""
+    speedup, lossless = item.cells.get("speedup"), item.cells.get("lossless")
+    if speedup is None:
+        return ""
+    text = "" if lossless is None else f", {lossless.value:.0%} of the texts the target's own"
+    return f"Decoded for real with a {item.name} ({item.prompt_set}, n = {speedup.n}): {speedup.value:.2f} times as fast{text}."
 
 
 def _named(table: TauTable, several: bool) -> str:

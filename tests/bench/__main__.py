@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import evaluation
 import ship
 import stream
 import yaml
@@ -76,6 +77,7 @@ def main() -> None:
     """Runs all benchmarks."""
     stream.main()
     ship.main()
+    evaluation.main()
     dflash = [sys.executable, "-m", "dflash"]
     snakemake = [sys.executable, "-m", "snakemake", "-s", str(ROOT / "Snakefile")]
     snakemake += ["--workflow-profile", str(ROOT / "profiles/default")]

@@ -114,6 +114,58 @@ def test_a_malformed_prompt_line_is_named(fresh: Workspace, line: bytes, words: 
     refused(fresh, *words)
 
 
+@pytest.fixture
+def foreign(fresh: Workspace) -> Path:
+    """A drafter that was trained elsewhere for the micro target, as far as its config says."""
+    folder = fresh.folder / "theirs"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"")
+    layer = {"num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = {"hidden_size": 32, "vocab_size": 260, "head_dim": 16, "block_size": 4, "rope_theta": 1e7, **layer}
+    taps = {"mask_token_id": 259, "target_layer_ids": [1, 3]}
+    (folder / "config.json").write_text(json.dumps({**shape, "num_target_layers": 6, "dflash_config": taps}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 300}, ["vocab_size is 300", "260"]),
+        ({"hidden_size": 64}, ["hidden_size is 64", "32"]),
+        ({"dflash_config": {"mask_token_id": 259, "target_layer_ids": [1, 6]}}, ["taps [6]", "0 to 5"]),
+        ({"block_size": None, "rope_theta": None}, ["rope_theta is missing"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping = 30.0"]),
+    ],
+    ids=["vocabulary", "hidden size", "taps", "field", "option"],
+)
+def test_another_drafter_that_does_not_fit_the_target_is_refused(
+    fresh: Workspace, foreign: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    file = foreign / "config.json"
+    content = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    fresh.write_config(evaluate={"drafters": [{"name": "theirs", "path": "theirs"}]})
+    refused(fresh, CONFIG, "evaluate.drafters.0.path: theirs", *words)
+
+
+def test_a_folder_without_a_drafter_and_prompts_with_one_id_are_refused(fresh: Workspace) -> None:
+    fresh.write_config(evaluate={"drafters": [{"name": "theirs", "path": "config"}]})
+    refused(fresh, "evaluate.drafters.0.path: config", "holds no drafter")
+    path = fresh.folder / "judge.jsonl"
+    path.write_text('{"id": "a", "prompt": "x"}\n{"id": "a", "prompt": "y"}\n')
+    sets = {"prompt_sets": [{"name": "set", "path": "judge.jsonl"}]}
+    fresh.write_config(evaluate={"drafters": []}, references=sets)
+    refused(fresh, "judge.jsonl:2", "id: a", "line 1")
+    path.write_text("\n")
+    refused(fresh, "judge.jsonl", "holds no prompt")
+
+
+def test_an_export_for_an_unknown_client_or_from_nothing_is_refused(fresh: Workspace) -> None:
+    assert "names no client" in fresh.call("export", "config", "--for", "tgi", expect=2).stderr
+    assert "no drafter here" in fresh.call("export", "config", "--for", "vllm", expect=2).stderr
+    assert "no prompt set `alpaca`" in fresh.call("prompts", "alpaca", "--to", "a.jsonl", expect=2).stderr
+
+
 def test_a_missing_config_file(fresh: Workspace) -> None:
     done = fresh.call("run", "--configfile", "config/none.yaml", expect=2)
     assert "config/none.yaml" in done.stderr

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash.evaluate.acceptance import Continuation, draft_continuation
+from dflash.evaluate.decode import Decoder
 from dflash.model.drafter import Drafter, DrafterConfig
 from dflash.model.target import Target, target_from_state
 
@@ -60,3 +61,11 @@ def test_the_offline_walk_has_the_golden_acceptance_lengths(golden: Golden) -> N
         assert drafts.walk_chain().lengths == case["acceptance_lengths"]
         ends.add(len(output) == case["max_new_tokens"])
     assert ends == {True, False}, "the golden cases no longer cover both ways to end"
+
+
+def test_a_real_decode_has_the_golden_tokens_and_acceptance_lengths(golden: Golden) -> None:
+    for case in golden.cases:
+        decoder = Decoder.of(golden.target, golden.drafter, stop_ids=case["stop_token_ids"] or [])
+        made = decoder.chain(case["prompt"], case["max_new_tokens"])
+        assert case["prompt"] + made.output == case["output"]
+        assert made.lengths == case["acceptance_lengths"]

@@ -19,16 +19,15 @@ from dflash.model.target_params import RandomTarget, TargetIdentity
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 # These seeds write outputs that end at the end token and others that end at the limit.
 DENSE = RandomTarget(seed=8, num_hidden_layers=6, max_position_embeddings=256, **SIZES)
-SPECS: dict[str, dict[str, Any]] = {
-    "dense": DENSE.fields_of_type(),
-    "hybrid": {
-        **RandomTarget(model_type="qwen3_5_text", seed=1, num_hidden_layers=4, **SIZES).fields_of_type(),
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
-}
+HYBRID = RandomTarget(
+    model_type="qwen3_5_text",
+    seed=1,
+    num_hidden_layers=4,
+    linear_num_value_heads=4,
+    max_position_embeddings=256,
+    **SIZES,
+)
+SPECS: dict[str, dict[str, Any]] = {"dense": DENSE.fields_of_type(), "hybrid": HYBRID.fields_of_type()}
 TAPS = (1, 2)
 PROMPTS = [b"one two", b"three", b"a longer prompt of some words"]
 

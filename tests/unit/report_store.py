@@ -42,7 +42,7 @@ from dflash.data.completions_params import CompletionsParams
 from dflash.data.dataset_params import DatasetParams
 from dflash.data.prompts_params import PromptsParams
 from dflash.data.schemas import REFERENCES, SAMPLES
-from dflash.evaluate.evaluate_params import EvaluateParams
+from dflash.evaluate.evaluate_params import EvaluateParams, Online
 from dflash.evaluate.references_params import ReferencesParams
 from dflash.model.target_params import TargetIdentity
 from dflash.report.report import run
@@ -103,6 +103,10 @@ class Story:
     source: str = "arithmetic"
     text: tuple[str, ...] = ("12", " +", " 30", " =", " 42", "\n", "42", " *", " 2", " =", " 84", "<|im_end|>")
     title: str | None = None
+    lossless: float | None = None  # share of texts that real decodes got right; None: nothing was decoded for real
+    extra: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # changes to a chain row: one more row each, at the last step
 
 
 @dataclass
@@ -417,7 +421,13 @@ def _write_references(writer: Writer) -> None:
 
 def _write_evaluations(writer: Writer) -> None:
     story = writer.story
-    params = EvaluateParams(target=TARGET, block_size=BLOCK, kernels=list(story.judge_kernels), budgets=[8, 16])  # type: ignore[arg-type]
+    params = EvaluateParams(
+        target=TARGET,
+        block_size=BLOCK,
+        kernels=list(story.judge_kernels),  # type: ignore[arg-type]
+        budgets=[8, 16],
+        online=None if story.lossless is None else Online(prompts=4),
+    )
     upstream = ["train", "dataset", *(f"references/{kernel}" for kernel in story.judge_kernels)]
     directory = writer.stage("evaluate", params.keyed_values(), upstream)
     for step in story.steps:
@@ -427,6 +437,8 @@ def _write_evaluations(writer: Writer) -> None:
             for prompt_set in story.prompt_sets
             for row in _rows(story, writer.params["train"].key, step, prompt_set, kernel)
         ]
+        if step == max(story.steps):
+            rows += [rows[0] | other for other in [*_online(story), *story.extra]]
         write_json(directory / f"step_{step}" / "rows.json", rows)
         write_json(directory / f"step_{step}" / "samples.json", _samples(story))
         files = [f"step_{step}/rows.json", f"step_{step}/samples.json"]
@@ -479,6 +491,15 @@ def _rows(story: Story, train_key: str, step: int, prompt_set: str, kernel: str)
         add("chain", BLOCK - 1, "all", f"slot_accuracy_{slot}", given * math.exp(-slot / 4))
         add("chain", BLOCK - 1, "all", f"slot_accuracy_given_prefix_{slot}", given)
     return rows
+
+
+def _online(story: Story) -> list[dict[str, Any]]:
+    """How rows of real decodes differ from a row of the chain."""
+    if story.lossless is None:
+        return []
+    values = {"tau_pooled": 2.2, "speedup": 1.6, "lossless": story.lossless, "same_lengths_as_offline": 1.0}
+    bounds = {"ci_low": 1.0, "ci_high": 2.4}
+    return [{"method": "online", "metric": name, "value": value, "n": 4, **bounds} for name, value in values.items()]
 
 
 def _samples(story: Story) -> list[dict[str, Any]]:

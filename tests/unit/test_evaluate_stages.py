@@ -3,130 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from evaluate_road import HELD_OUT, TRAINED, Road, context, references_params, samples, upstream
 from evaluate_samples import DENSE, TAPS, drafter_config, half_trained, identity, target
 
-from dflash.base.canonical import canonical_json
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
-from dflash.base.files import sha256_file
-from dflash.base.progress import Progress
-from dflash.base.records import CodeDigest, ParamsFile, stage_key
-from dflash.base.stage import HostContext, Inputs, Outputs, Upstream
-from dflash.data.prompts import messages_id
+from dflash.base.stage import Inputs, Outputs
 from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import read_rows, write_table
 from dflash.evaluate import evaluate, references
 from dflash.evaluate.ends import load_ends
-from dflash.evaluate.evaluate_params import EvaluateParams
 from dflash.evaluate.features import FeatureReader
 from dflash.evaluate.metrics import COLUMNS
-from dflash.evaluate.references_params import PromptSet, ReferencesParams
+from dflash.evaluate.references_params import PromptSet
 from dflash.evaluate.samples import text_pieces
 from dflash.model.drafter import Drafter
-from dflash.model.export import save_drafter
+from dflash.model.identity import target_digest
 from dflash.model.probe import Probe
 from dflash.model.target import byte_tokenizer
-
-TRAINED = [f"train on {number}" for number in range(4)]
-HELD_OUT = ["held out one", "held out two, which is longer"]
-
-
-def context(**placement: Any) -> HostContext:
-    return HostContext(placement=placement, progress=Progress(quiet=True))
-
-
-def upstream(directory: Path, stage: str, params: dict[str, Any] | None = None) -> Upstream:
-    code = CodeDigest(digest="0" * 64, modules={})
-    key = stage_key(stage, params or {}, {}, code.digest)
-    file = ParamsFile(stage=stage, key=key, params=params or {}, origins={}, upstream={}, code=code)
-    return Upstream(directory, file, None)
-
-
-def samples(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of the dataset, made by hand."""
-    made = []
-    for text in texts:
-        messages = [{"role": "user", "content": text}]
-        made.append(
-            {
-                "id": messages_id(messages),
-                "source": "hand",
-                "messages": canonical_json(messages).decode(),
-                "input_ids": [*text.encode(), 65, 66, 67, 257],
-                "prompt_length": len(text),
-                "finish_reason": "stop",
-            }
-        )
-    return made
-
-
-@dataclass
-class Road:
-    """A dataset in a folder, and the stages run on it."""
-
-    root: Path
-
-    def __post_init__(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        self.dataset(TRAINED, HELD_OUT)
-
-    def dataset(self, trained: Sequence[str], held_out: Sequence[str]) -> None:
-        write_table(self.root / "train.parquet", SAMPLES, samples(trained))
-        write_table(self.root / "validation.parquet", SAMPLES, samples(held_out))
-
-    def prompts(self, name: str, lines: Sequence[Any]) -> tuple[PromptSet, dict[str, Path]]:
-        """A prompt set of a JSONL file."""
-        path = self.root / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        digest = sha256_file(path)
-        return PromptSet(name=name, path=str(path), digest=digest), {digest: path}
-
-    def references(
-        self,
-        name: str = "references",
-        *,
-        files: dict[str, Path] | None = None,
-        placement: dict[str, Any] | None = None,
-        **values: Any,
-    ) -> Outputs:
-        params = references_params(**values)
-        (self.root / name).mkdir()
-        inputs = Inputs({"dataset": upstream(self.root, "dataset")}, files or {})
-        return references.run(params, inputs, self.root / name, context(**(placement or {})))
-
-    def checkpoint(self, drafter: Drafter, step: int = 7) -> None:
-        save_drafter(drafter, self.root / "train" / f"step_{step}" / "drafter")
-
-    def inputs(self, name: str = "references", step: int | None = 7, **values: Any) -> Inputs:
-        params = references_params(**values).keyed_values()
-        return Inputs(
-            {
-                "dataset": upstream(self.root, "dataset"),
-                "train": upstream(self.root / "train", "train"),
-                "references/torch": upstream(self.root / name, "references", params),
-            },
-            step=step,
-        )
-
-    def evaluate(self, inputs: Inputs, name: str = "evaluate", **values: Any) -> Outputs:
-        (self.root / name).mkdir()
-        return evaluate.run(evaluate_params(**values), inputs, self.root / name, context())
-
-
-def references_params(**values: Any) -> ReferencesParams:
-    return ReferencesParams(**{"target": identity(DENSE), "taps": list(TAPS), "max_new_tokens": 20, **values})
-
-
-def evaluate_params(**values: Any) -> EvaluateParams:
-    given = {"target": identity(DENSE), "taps": list(TAPS), "block_size": 4, "budgets": [4, 8], "bootstrap": 20}
-    return EvaluateParams(**{**given, **values})
+from dflash.model.target_params import TargetIdentity
 
 
 @pytest.fixture
@@ -410,3 +311,72 @@ def test_references_made_again_are_the_same_bytes(road: Road) -> None:
     folders = [road.root / f"made-{number}" for number in range(6)]
     for name in ("references.parquet", "features-0.safetensors", "features.json", "probe.safetensors"):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1, name
+
+
+def damaged_target(folder: Path, damage: str) -> TargetIdentity:
+    """A saved target with one thing wrong, named by the digest that it has."""
+    model = target("dense")
+    model.model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    weights, tokenizer = folder / "model.safetensors", folder / "tokenizer.json"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "corrupt":
+        weights.write_bytes(b"\xff" * 16 + weights.read_bytes()[16:])
+    elif damage == "half a tokenizer":
+        tokenizer.write_text(tokenizer.read_text()[:500])
+    elif damage == "foreign tokenizer":
+        other = byte_tokenizer()
+        other.add_tokens([f"word{number}" for number in range(40)])
+        other.save_pretrained(folder)
+    plain = {"random": None, "digest": target_digest(folder)}
+    return identity(DENSE).model_copy(update=plain)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "said"),
+    [
+        ("truncated", CorruptError, "not a whole checkpoint"),
+        ("corrupt", CorruptError, "not a whole checkpoint"),
+        ("half a tokenizer", CorruptError, "not a whole checkpoint"),
+        ("foreign tokenizer", ConfigError, "the tokenizer gives tokens up to 299, the target knows 260"),
+    ],
+)
+def test_a_damaged_target_is_refused_and_nothing_is_written(
+    road: Road, damage: str, error: type[Exception], said: str
+) -> None:
+    params = references_params(target=damaged_target(road.root / "target", damage))
+    (road.root / "references").mkdir()
+    inputs = Inputs({"dataset": upstream(road.root, "dataset")}, target_path=road.root / "target")
+    with pytest.raises(error, match=said) as caught:
+        references.run(params, inputs, road.root / "references", context())
+    assert caught.value.exit_code in (1, 2)  # type: ignore[attr-defined]
+    assert list((road.root / "references").iterdir()) == []
+
+
+def test_a_damaged_checkpoint_leaves_no_part_of_a_table(road: Road) -> None:
+    road.references()
+    road.checkpoint(half_trained("dense")[0].drafter)
+    weights = road.root / "train" / "step_7" / "drafter" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(CorruptError, match="unreadable"):
+        road.evaluate(road.inputs())
+    assert list((road.root / "evaluate").iterdir()) == []
+
+
+def test_damaged_features_are_named(road: Road) -> None:
+    road.references()
+    road.checkpoint(half_trained("dense")[0].drafter)
+    shard = road.root / "references" / "features-0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(CorruptError, match=r"features-0\.safetensors: unreadable"):
+        road.evaluate(road.inputs())
+
+
+def test_the_chat_template_and_the_thinking_mode_are_recorded(judged: tuple[Road, Outputs, Outputs]) -> None:
+    _, made, _ = judged
+    digest = references.template_digest(byte_tokenizer())
+    assert made.results["chat"] == {"thinking": False, "template_sha256": digest}
+    other = byte_tokenizer()
+    other.chat_template += " "
+    assert references.template_digest(other) != digest

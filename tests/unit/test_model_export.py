@@ -14,8 +14,10 @@ import pytest
 import torch
 from model_samples import SLIDING, drafter_config
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
-from dflash.base.errors import CorruptError, PermanentError
+from dflash.base.errors import ConfigError, CorruptError, PermanentError
+from dflash.model.clients import CLIENTS, export_for
 from dflash.model.drafter import Drafter, draft_all
 from dflash.model.export import load_config, load_drafter, read_metadata, save_drafter
 
@@ -186,3 +188,96 @@ def test_the_published_package_loads_an_export_strictly_and_drafts_the_same(
     theirs = torch.load(tmp_path / "out.pt", weights_only=True)
     ours = draft_all(drafter, features, ids[0], [11], lambda tokens: embed[tokens], lambda hidden: hidden)
     torch.testing.assert_close(ours, theirs[:, 1:], atol=1e-5, rtol=0)
+
+
+# For a client -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_export_for_a_client_is_the_same_drafter_without_code_to_fetch(
+    client: str, drafter: Drafter, exported: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "step_7").mkdir()
+    exported.rename(tmp_path / "step_7" / "drafter")
+    notes = export_for(client, tmp_path / "step_7", tmp_path / "out")
+    made = load_drafter(tmp_path / "out")
+    assert made.config == drafter.config
+    for name, weight in drafter.state_dict().items():
+        assert torch.equal(made.state_dict()[name], weight.to(made.norm.weight.dtype)), name
+    server = client in ("vllm", "sglang")
+    assert made.norm.weight.dtype == (torch.bfloat16 if server else torch.float32)
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "auto_map" not in content
+    assert content["rope_theta"] == content["rope_parameters"]["rope_theta"] == 1e7
+    assert ("rope_scaling" in content) == server
+    assert (content["layer_types"], content["dflash_config"]["block_size"]) == (list(SLIDING), 4)
+    assert any("mixed" in note for note in notes) == server
+    assert read_metadata(tmp_path / "out" / "model.safetensors")["config"] == '{"lr": 1}'
+    read_as = AutoConfig.from_pretrained(tmp_path / "out")
+    assert type(read_as).__name__ == "Qwen3Config"
+    assert read_as.rope_parameters["rope_theta"] == 1e7
+
+
+def test_an_export_is_not_written_over_something_or_from_nothing(exported: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds something"):
+        export_for("vllm", exported, exported)
+    with pytest.raises(ConfigError, match="no drafter here"):
+        export_for("vllm", tmp_path / "nothing", tmp_path / "out")
+    with pytest.raises(ConfigError, match="names no client"):
+        export_for("tgi", exported, tmp_path / "out")
+
+
+def as_speculators(exported: Path, **changes: Any) -> None:
+    """Rewrites an export in the layout of speculators 0.9.0: taps count the embedding, layers have a config of their own."""
+    flat = json.loads((exported / "config.json").read_text())
+    content = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "block_size": flat.pop("block_size"),
+        "draft_vocab_size": flat["vocab_size"],
+        "aux_hidden_state_layer_ids": [2, 4],
+        "mask_token_id": 259,
+        "sliding_window_non_causal": False,
+        "sample_from_anchor": False,
+        "transformer_layer_config": {
+            name: value for name, value in flat.items() if name not in ("dflash_config", "num_target_layers")
+        },
+        **changes,
+    }
+    (exported / "config.json").write_text(json.dumps(content))
+
+
+def test_a_drafter_of_speculators_reads_the_same_layers_under_numbers_that_are_one_lower(
+    drafter: Drafter, exported: Path
+) -> None:
+    state = load_file(exported / "model.safetensors")
+    save_file({**state, "embed_tokens.weight": torch.ones(260, 32)}, exported / "model.safetensors")
+    as_speculators(exported)
+    loaded = load_drafter(exported, num_target_layers=6)
+    assert loaded.config == drafter.config
+    assert loaded.config.target_layer_ids == (1, 3)
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"draft_vocab_size": 100}, "a vocabulary of 100 tokens of its own"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, "reads the target's embedding"),
+        ({"sample_from_anchor": True}, "sample_from_anchor"),
+        ({"sliding_window_non_causal": True}, "sliding_window_non_causal"),
+        ({"speculators_model_type": "eagle3"}, "of kind eagle3"),
+    ],
+)
+def test_a_drafter_of_speculators_that_drafts_otherwise_is_refused(
+    changes: dict[str, Any], said: str, exported: Path
+) -> None:
+    as_speculators(exported, **changes)
+    with pytest.raises(PermanentError, match=said):
+        load_drafter(exported, num_target_layers=6)
+
+
+def test_rotary_positions_over_a_part_of_the_head_are_refused(exported: Path) -> None:
+    edit(exported, rope_parameters={"rope_theta": 1e7, "partial_rotary_factor": 0.25})
+    with pytest.raises(PermanentError, match=r"partial_rotary_factor = 0\.25"):
+        load_drafter(exported)

@@ -35,7 +35,7 @@ def test_a_sound_run_passes_every_check(tmp_path: Path) -> None:
             "kernels",
             "fails",
             Story(judge_kernels={"torch": {**TORCH_KERNELS, "form": "recurrent"}}),
-            "torch with other functions",
+            "judged on torch_recurrent",
         ),
         ("kernels", "unknown", Story(train_kernels={}), "No record says"),
         ("baselines", "fails", Story(ngram=2.6), "does not beat n-gram (2.60)"),
@@ -45,6 +45,7 @@ def test_a_sound_run_passes_every_check(tmp_path: Path) -> None:
         ("code", "look", Story(git={"commit": "ab" * 20, "dirty": True, "changed": ["dflash/a.py"]}), "Uncommitted"),
         ("code", "unknown", Story(git={}), "no commit"),
         ("adoptions", "look", Story(adoptions=[{"stage": "train", "why": "renamed"}]), "1 older result was kept"),
+        ("lossless", "fails", Story(lossless=0.75), "exact arithmetic does not excuse"),
         ("determinism", "look", Story(determinism="statistical"), "within the intervals only"),
     ],
 )
@@ -154,3 +155,9 @@ def test_an_environment_that_was_edited_is_not_believed(tmp_path: Path) -> None:
     assert receipt["environment"] not in evidence.environments
     assert "digest of its name" in evidence.troubles["environments"][0].why
     assert checks_of(made)["kernels"].standing == "unknown"
+
+
+def test_real_decodes_that_give_the_targets_own_text_hold(tmp_path: Path) -> None:
+    check = checks_of(make_run(tmp_path, Story(lossless=1.0)))["lossless"]
+    assert check.standing == "holds"
+    assert "In all 4 decodes" in check.words

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from report_store import FLA_KERNELS, Made, Story, make_run, rewrite_json
+from report_store import FLA_KERNELS, TORCH_KERNELS, Made, Story, make_run, rewrite_json
 
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.stage import HostContext, Inputs
@@ -370,3 +370,38 @@ def test_ticks_of_one_axis_are_written_alike() -> None:
     assert tick_texts([0, 5000, 10000, 20000]) == ["0", "5k", "10k", "20k"]
     assert tick_texts([0, 0.0005, 0.001]) == ["0", "5e-4", "1e-3"]
     assert tick_texts([1, 1.5, 2]) == ["1", "1.5", "2"]
+
+
+def test_real_decodes_have_a_table_and_stay_out_of_tau_by_step(tmp_path: Path) -> None:
+    text = Outline(make_run(tmp_path, Story(lossless=1.0)).report()).text
+    assert "Prompts decoded for real at step 300" in text
+    assert "demo, torch" not in text
+    assert "held_out, torch chain greedy 2.20 [1.00, 2.40] 1.60 [1.00, 2.40] 1.00 [1.00, 2.40]" in text
+    assert "n = 184 requests" in text
+    assert "n = 4 to 184" not in text
+
+
+def test_another_drafter_is_a_column_and_a_line_of_tau_by_step_under_its_label(tmp_path: Path) -> None:
+    label = "theirs [taps 1 4; target unknown]"
+    story = Story(extra=[{"drafter": label, "value": 1.93, "ci_low": 1.9, "ci_high": 1.96}])
+    page = make_run(tmp_path, story).report()
+    outline = Outline(page)
+    assert f"chain ({label})" in outline.text
+    assert "1.93 [1.90, 1.96]" in outline.text
+    (figure,) = [item for item in outline.all("svg") if "tau by step" in str(item.get("aria-label"))]
+    assert f"chain ({label}): 1.93" in str(figure["aria-label"])
+
+
+def test_two_kernels_stand_side_by_side_with_the_interval_of_their_difference(tmp_path: Path) -> None:
+    gap = {"kernel": "fla-torch", "metric": "tau_difference", "value": 0.012, "ci_low": -0.004, "ci_high": 0.03}
+    same = {"kernel": "fla-torch", "metric": "same_continuation", "value": 0.95}
+    story = Story(judge_kernels={"torch": TORCH_KERNELS, "fla": FLA_KERNELS}, extra=[gap, same])
+    text = Outline(make_run(tmp_path, story).report()).text
+    assert "+0.012 [-0.004, +0.030]" in text
+    assert "Both continue 95.0% of the requests alike." in text
+
+
+def test_kernels_that_differ_between_training_and_evaluation_are_the_first_thing_read(tmp_path: Path) -> None:
+    page = make_run(tmp_path, Story(judge_kernels={"fla": FLA_KERNELS})).report()
+    body = page[page.index("<body>") :]
+    assert body.index("trained on torch, judged on fla") < body.index("<nav")

@@ -1,0 +1,109 @@
+"""Continuations from a server that speaks the OpenAI completions interface (vLLM, SGLang), where the target runs faster.
+
+A server computes with kernels, types and batches of its own, so what it calls greedy need not be what the local target would
+write. So every token is compared with the local target's most probable one after the same text: the share that agrees is part
+of the result, and a low one says that the server runs another model or samples.
+
+Prompts go out as token ids, so that no template or tokenizer of the server comes in between. Token ids come back where the
+server gives them (vLLM: `return_token_ids`); a server that gives text alone is refused, since text does not say which tokens
+it was made of.
+
+Cost: one request a prompt, `parallel` at a time; the check is one forward of the local target a request, with logits of
+`CHUNK` tokens at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import torch
+
+from dflash.base.errors import PermanentError, TransientError
+from dflash.model.target import Target
+
+CHUNK = 256
+TIMEOUT = 600.0
+"""Seconds that one request may take."""
+
+
+def continue_on_server(
+    url: str,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    stop_ids: Sequence[int],
+    *,
+    parallel: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[tuple[list[int], str]]:
+    """Greedy continuations in the order of `prompts`: (token ids, `stop` or `length`), the stop token included.
+
+    Args:
+        url: of the server, without `/v1`. model: what the server calls the target.
+        limits: most new tokens of each.
+
+    Raises:
+        TransientError: the server cannot be reached, or is overloaded.
+        PermanentError: it refuses a request, or gives no token ids.
+    """
+    with httpx.Client(base_url=url, timeout=TIMEOUT) as client, ThreadPoolExecutor(parallel) as pool:
+        asked = [
+            pool.submit(_continue, client, model, list(prompt), limit, list(stop_ids))
+            for prompt, limit in zip(prompts, limits, strict=True)
+        ]
+        found = []
+        for number, answer in enumerate(asked):
+            found.append(answer.result())
+            progress(number + 1)
+        return found
+
+
+def _continue(
+    client: httpx.Client, model: str, prompt: list[int], limit: int, stop_ids: list[int]
+) -> tuple[list[int], str]:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": limit,
+        "temperature": 0,
+        "stop_token_ids": stop_ids,
+        "return_token_ids": True,
+    }
+    try:
+        answer = client.post("/v1/completions", json=body)
+    except httpx.HTTPError as error:
+        raise TransientError(f"no answer: {error}", where=str(client.base_url), remedy="Is the server up?") from error
+    if answer.status_code >= 500 or answer.status_code == 429:
+        raise TransientError(f"status {answer.status_code}", where=str(client.base_url), remedy="Try again later.")
+    if answer.status_code != 200:
+        raise PermanentError(f"status {answer.status_code}: {answer.text[:200]}", where=str(client.base_url))
+    tokens = _token_ids(answer, str(client.base_url))[:limit]
+    ends = [place for place, token in enumerate(tokens) if token in stop_ids]
+    if ends:
+        return tokens[: ends[0] + 1], "stop"
+    return tokens, "length"
+
+
+def _token_ids(answer: httpx.Response, where: str) -> list[int]:
+    try:
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        tokens = choice.get("token_ids")
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise PermanentError(f"not an answer of the completions interface: {answer.text[:200]}", where=where) from error
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, int) for token in tokens):
+        raise PermanentError(
+            "the server gives no token ids", where=where, remedy="Use one that knows `return_token_ids`, such as vLLM."
+        )
+    return tokens
+
+
+@torch.no_grad()
+def agreement(target: Target, prompt: Sequence[int], output: Sequence[int]) -> int:
+    """How many tokens of `output` are the local target's most probable ones after all that stands before them."""
+    ids = torch.tensor([[*prompt, *output]], device=target.device)
+    hidden = target.model.model(input_ids=ids, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
+    chosen = torch.cat([target.lm_head(part).argmax(-1) for part in hidden.split(CHUNK)])
+    return int((chosen == ids[0, len(prompt) :]).sum())
