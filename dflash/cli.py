@@ -290,12 +290,14 @@ def write_params(path: Path, document: str) -> None:
 
 @app.command("write-manifest", hidden=True)
 def write_manifest(
-    params: Path, store: Annotated[Path, typer.Option("--store", help="root of the store")] = Path("results/store")
+    params: Path,
+    store: Annotated[Path, typer.Option("--store", help="root of the store")] = Path("results/store"),
+    source: Annotated[str, typer.Option("--source", help="JSON of the run's configuration")] = "{}",
 ) -> None:
     """Write the manifest of a run's state beside its params.json; what the rules call."""
     from dflash.plan.manifest import build_manifest
 
-    build_manifest(params.parent, store).write(params.parent / "manifest.json")
+    build_manifest(params.parent, store, json.loads(source)).write(params.parent / "manifest.json")
 
 
 def _unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -32,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dflash.base.canonical import canonical_json
+from dflash.base.environment import NUMERIC_DISTRIBUTIONS
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.records import Environment
 from dflash.model.target import Target, check_features
@@ -47,9 +48,6 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-
 ACROSS_KERNELS = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 """Largest relative error between right kernels that add up in another order."""
 _COARSENESS = tuple(TOLERANCE)
-
-NUMERIC_DISTRIBUTIONS = ("torch", "transformers", "triton", "flash-linear-attention", "fla-core", "causal-conv1d")
-"""Distributions whose version may move a number, beside all of NVIDIA's."""
 
 
 def probe_tokens(vocab_size: int, special: Iterable[int], longest: int) -> list[list[int]]:

@@ -16,8 +16,11 @@ rule manifest:
         f"{RESULTS}/logs/manifest/{{run}}/{{key}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/manifest/{{run}}/{{key}}.tsv"
+    params:
+        source=lambda wildcards: TARGETS.source(wildcards),
     shell:
-        "exec {sys.executable} -m dflash write-manifest {input.params} --store {STORE} 2> >(tee {log} >&2)"
+        "exec {sys.executable} -m dflash write-manifest {input.params} --store {STORE} --source {params.source:q} "
+        "2> >(tee {log} >&2)"
 
 
 rule report:
