@@ -248,12 +248,15 @@ def rehearse(
 
 
 @app.command()
-def inspect(path: Path, as_json: AsJson = False) -> None:
-    """Say what made a result: a checkpoint folder, a lone safetensors, a receipt, a manifest or a params file."""
-    from dflash.report.inspect import describe, render
+def inspect(
+    path: Path,
+    everything: Annotated[bool, typer.Option("--all", help="Every field of the record, one a line.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what made a result: a checkpoint folder, a lone safetensors, a drafter, a receipt, a manifest or a params file."""
+    from dflash.report.inspect import describe, show
 
-    found = describe(path)
-    print(json.dumps(found, indent=2, sort_keys=True) if as_json else render(found))
+    print(json.dumps(describe(path), indent=2, sort_keys=True) if as_json else show(path, everything))
 
 
 @app.command(hidden=True)

@@ -238,7 +238,7 @@ def resolved_source(run: RunConfig) -> dict[str, Any]:
 def _as_given(params: Params) -> dict[str, Any]:
     """The fields that a user may set, as plain JSON values; nested models likewise, unset (None) ones left out."""
     dumped = params.model_dump(mode="json")
-    found = {}
+    found: dict[str, Any] = {}
     for name in user_fields(type(params)):
         value = getattr(params, name)
         if isinstance(value, Params):

@@ -234,7 +234,7 @@ def tensor_facts(tensors: Mapping[str, Tensor]) -> list[TensorFact]:
 def tensor_digest(tensor: Tensor) -> str:
     """sha256 of a tensor's bytes as a safetensors file holds them: row by row, little-endian."""
     plain = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(plain.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 # ---------------------------------------------------------------- state
