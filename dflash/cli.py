@@ -259,6 +259,20 @@ def inspect(
     print(json.dumps(describe(path), indent=2, sort_keys=True) if as_json else show(path, everything))
 
 
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A")],
+    b: Annotated[Path, typer.Argument(metavar="B")],
+    as_json: AsJson = False,
+) -> None:
+    """Say why B came out otherwise than A: runs, checkpoints, lone safetensors or drafters; most likely explanation first."""
+    from dflash.report.compare import compare as diagnose
+    from dflash.report.compare import render
+
+    found = diagnose(a, b)
+    print(json.dumps(found.as_json(), indent=2, sort_keys=True) if as_json else render(found))
+
+
 @app.command(hidden=True)
 def stage(
     name: str,
