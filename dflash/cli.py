@@ -19,6 +19,7 @@ from dflash.base.errors import ConfigError, DflashError, PermanentError
 
 if TYPE_CHECKING:
     from dflash.plan.graph import Plan, PlannedRun
+    from dflash.report.watch import Watched
 
 USES = """\
 dflash trains drafters for speculative decoding, from prompts to an evaluated checkpoint, and can explain every result.
@@ -271,6 +272,69 @@ def compare(
 
     found = diagnose(a, b)
     print(json.dumps(found.as_json(), indent=2, sort_keys=True) if as_json else render(found))
+
+
+@app.command()
+def watch(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")],
+    once: Annotated[bool, typer.Option("--once", help="one look, then end")] = False,
+    configfile: ConfigFiles = None,
+) -> None:
+    """Show how far a run is, live; from its files alone, so also after the fact. Plain lines when piped."""
+    from dflash.report.watch import watch as show_run
+
+    show_run(_watched(run_name, configfile), sys.stdout, follow=not once)
+
+
+def _watched(run_name: str, configfile: list[Path] | None) -> Watched:
+    """What the config asks for, once it has begun; else the run's last state, when there is one."""
+    from dflash.report.watch import Watched, of_manifest
+
+    latest = Path("results/runs") / run_name / "latest/manifest.json"
+    try:
+        made, planned = _planned(run_name, configfile)
+    except ConfigError:
+        if configfile or not latest.exists():
+            raise
+        return of_manifest(latest)
+    latest = made.config.results / "runs" / run_name / "latest/manifest.json"
+    if not planned.nodes["train"].directory.is_dir() and latest.exists():
+        print(f"dflash: this config has not begun; shown is the last state of {run_name}", file=sys.stderr)
+        return of_manifest(latest)
+    results = [(name, node.stage.name, node.key) for name, node in planned.nodes.items() if name != "report"]
+    return Watched(run_name, made.store, results, planned.steps, planned.directory)
+
+
+@app.command()
+def gc(
+    host: Annotated[str, typer.Option("--host", help="whose store")] = "local",
+    delete: Annotated[bool, typer.Option("--delete", help="delete what is listed")] = False,
+    configfile: ConfigFiles = None,
+) -> None:
+    """List what no run needs any more, with sizes; delete it when told. What a running training or a config needs stays."""
+    from dflash.plan.config import load_config
+    from dflash.plan.gc import delete as delete_garbage
+    from dflash.plan.gc import find_garbage
+    from dflash.plan.graph import build_plan
+    from dflash.plan.workflow import DEFAULT_CONFIG
+    from dflash.run import owner_lock
+
+    made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
+    if host != "local":
+        raise PermanentError(
+            f"the store of host `{host}` cannot be collected from here",
+            remedy="Run `dflash gc` in the clone on that host; this command reads the local store only.",
+        )
+    found = find_garbage(made.config.results, made)
+    for item in found:
+        print(f"{item.size:>15,} bytes  {item.files:>6,} files  {item.path}  ({item.why})")
+    print(f"{sum(item.size for item in found):>15,} bytes in {len(found)} results that no run needs", flush=True)
+    if not delete or not found:
+        print("Nothing is deleted without --delete." if found else "Nothing to delete.", file=sys.stderr)
+        return
+    with owner_lock(made.config.results):
+        delete_garbage(find_garbage(made.config.results, made))
+    print(f"deleted {len(found)} results", file=sys.stderr)
 
 
 @app.command(hidden=True)
