@@ -274,6 +274,23 @@ def compare(
     print(json.dumps(found.as_json(), indent=2, sort_keys=True) if as_json else render(found))
 
 
+@app.command("import")
+def import_command(
+    path: Path,
+    wandb_config: Annotated[Path | None, typer.Option("--wandb-config", help="what W&B recorded of it")] = None,
+    argv: Annotated[Path | None, typer.Option("--argv", help="file with the command line that launched it")] = None,
+    results: Annotated[Path, typer.Option("--results", help="results folder")] = Path("results"),
+) -> None:
+    """Bring in an old checkpoint (.pt), a drafter, a tokenised dataset, a W&B config or a command line.
+
+    What the content itself does not show is tagged `asserted` and stays so.
+    """
+    from dflash.report.importing import import_path, render
+
+    record = import_path(path, results, wandb_config=wandb_config, argv=argv)
+    print(render(record, results / "store"))
+
+
 @app.command()
 def watch(
     run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")],

@@ -314,6 +314,42 @@ class RunManifest(Record):
     determinism: Literal["bitwise", "tolerance", "statistical"]
 
 
+class Assertion(BaseModel):
+    """A value that somebody says, and nothing proves. standing: always `asserted`; it stays so in every later answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    value: Any
+    said_by: str
+    standing: Literal["asserted"] = "asserted"
+
+
+class ImportRecord(Record):
+    """`store/imported/<key>/import.json`: what a person brought in from outside.
+
+    kind: `weights`, `dataset` or `config`. origin: the path as it was given. proven: what was read from the content itself.
+    asserted: by stage, name -> what somebody says. artifact: the files, None for a config alone.
+    """
+
+    key: str
+    kind: Literal["weights", "dataset", "config"]
+    origin: str
+    by: str
+    at: str
+    proven: dict[str, Any]
+    asserted: dict[str, dict[str, Assertion]]
+    artifact: Artifact | None = None
+    tensors: list[TensorFact] = Field(default_factory=list)
+
+    def compute_key(self) -> str:
+        """The key this content has: of the files and of everything asserted about them."""
+        said = {
+            stage: {name: item.model_dump() for name, item in part.items()} for stage, part in self.asserted.items()
+        }
+        return digest({"files": self.artifact.root if self.artifact else None, "kind": self.kind, "asserted": said})[
+            :12
+        ]
+
+
 class StopMarker(Record):
     """`stop.json` beside a trainer's files: who ended it, and whether what exists is to be finished."""
 

@@ -535,13 +535,13 @@ def _config(a: Subject, b: Subject, rule: str) -> list[Finding]:
     found = []
     for name in [name for name in b.config if name in a.config]:
         stage = name.partition("/")[0]
-        if SECTION_RULES.get(stage, "config") != rule or stage == "report":
+        if SECTION_RULES.get(stage, "config") != rule or stage in ("report", "other"):
             continue
         details = _param_differences(a, b, name)
         if details:
             found.append(_finding(rule, f"{name}: {_names(details)}", details))
     if rule == "config":
-        foreign = "foreign" in (a.kind, b.kind) or "safetensors" in (a.kind, b.kind)
+        foreign = bool({"foreign", "imported", "safetensors"} & {a.kind, b.kind})
         for side, other, word in ((a, b, "A"), (b, a, "B")):
             only = [
                 name for name in side.config if name not in other.config and not foreign and _comparable(a, b, name)
@@ -563,7 +563,7 @@ def _param_differences(a: Subject, b: Subject, name: str) -> list[Difference]:
     """One stage's params that differ. Where a side is foreign, only what it asserts is compared."""
     ours, theirs = (_flat_params(side.config[name]) for side in (a, b))
     names = sorted({*ours, *theirs}, key=lambda item: (_first(item), item))
-    if "foreign" in (a.kind, b.kind):
+    if {"foreign", "imported"} & {a.kind, b.kind}:
         names = [item for item in names if item in ours and item in theirs]
     found = []
     for item in names:

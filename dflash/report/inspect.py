@@ -65,7 +65,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _describe_folder(path: Path) -> dict[str, Any]:
-    for name in ("manifest.json", "model.safetensors", "drafter/model.safetensors"):
+    for name in ("manifest.json", "import.json", "model.safetensors", "drafter/model.safetensors"):
         if (path / name).exists():
             return {**describe(path / name), "path": str(path)}
     if (path / "params.json").exists():
@@ -162,7 +162,7 @@ def summarize(path: Path) -> str:
 def _record(path: Path) -> Record | None:
     """The record behind a path: of a folder its manifest or params; None for weights."""
     if path.is_dir():
-        for name in ("manifest.json", "params.json"):
+        for name in ("manifest.json", "import.json", "params.json"):
             if (path / name).exists():
                 return record_at(path / name)
         return None
@@ -346,6 +346,7 @@ def _config_lines(subject: Subject) -> list[str]:
         keys = [subject.keys[name] for name in names if subject.keys.get(name)]
         which = [name.partition("/")[2] for name in names if "/" in name]
         head = f"[{', '.join(which)}] " if which else ""
+        head += "asserted, nothing proves it: " if subject.kind in ("imported", "foreign") else ""
         found += _lines(
             stage, f"{head}{text}" + (f"  (key {', '.join(keys)})".replace("key ", f"key{GLUE}") if keys else "")
         )

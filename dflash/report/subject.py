@@ -20,6 +20,7 @@ from dflash.base.files import read_json
 from dflash.base.records import (
     CheckpointManifest,
     Environment,
+    ImportRecord,
     MetricsLine,
     ParamsFile,
     Receipt,
@@ -33,7 +34,7 @@ from dflash.base.store import STEPWISE_RECEIPTS, receipt_path, stage_directory
 CONFIG_FIELD = "dflash"
 """The metadata field of a drafter's safetensors file that holds its resolved config as JSON."""
 MAX_HEADER = 100 << 20
-OUR_FILES = ("receipt.json", "params.json", "manifest.json", "environment.json")
+OUR_FILES = ("receipt.json", "params.json", "manifest.json", "environment.json", "import.json")
 WHAT_TO_GIVE = (
     "Give a checkpoint folder (step_<n>), a model.safetensors, a drafter's folder, a receipt.json, a params.json, or a run's "
     "manifest.json or folder (results/runs/RUN/latest)."
@@ -75,7 +76,6 @@ class Subject:
     metrics: list[MetricsLine] = field(default_factory=list)
     tau: list[dict[str, str]] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
-    asserted: dict[str, Any] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
 
@@ -139,7 +139,7 @@ def record_at(path: Path) -> Record:
                 remedy="It was cut short or edited: nothing in it is trusted. `dflash plan --verify` says how it is made again.",
             ) from error
         raise ConfigError("not a file that dflash writes", where=str(path), remedy=WHAT_TO_GIVE) from error
-    for model in (CheckpointManifest, RunManifest, Receipt, ParamsFile, Environment):
+    for model in (CheckpointManifest, RunManifest, ImportRecord, Receipt, ParamsFile, Environment):
         required = {name for name, value in model.model_fields.items() if value.is_required()}
         if isinstance(document, dict) and required <= set(document):
             record = model.read(path)
@@ -166,8 +166,15 @@ def check_keys(record: Record, path: Path) -> None:
     Raises:
         CorruptError: names the stage and both keys.
     """
+    documents: dict[str, Any]
+    if isinstance(record, ImportRecord) and record.compute_key() != record.key:
+        raise CorruptError(
+            f"its content has key {record.compute_key()}, the file says {record.key}",
+            where=str(path),
+            remedy="It was edited after it was written: import again.",
+        )
     if isinstance(record, ParamsFile):
-        documents: dict[str, Any] = {record.stage: record}
+        documents = {record.stage: record}
     elif isinstance(record, CheckpointManifest | RunManifest):
         documents = record.params_files
     else:
@@ -205,6 +212,8 @@ def load(path: Path) -> Subject:
         return _load_checkpoint(path.parent, record)
     if isinstance(record, RunManifest):
         return _load_run(path, record)
+    if isinstance(record, ImportRecord):
+        return _load_import(path, record)
     if isinstance(record, ParamsFile):
         return Subject(
             path,
@@ -220,8 +229,9 @@ def load(path: Path) -> Subject:
 
 
 def _load_folder(path: Path) -> Subject:
-    if (path / "manifest.json").exists():
-        return load(path / "manifest.json")
+    for name in ("manifest.json", "import.json"):
+        if (path / name).exists():
+            return load(path / name)
     for folder in (path / "drafter", path):
         if (folder / "model.safetensors").exists():
             return _load_safetensors(folder / "model.safetensors")
@@ -257,7 +267,6 @@ def _load_checkpoint(folder: Path, manifest: CheckpointManifest) -> Subject:
         kernels={"train": flat(manifest.kernels)},
         placement=manifest.placement,
         tensors=[tensor.model_dump() for tensor in manifest.tensors],
-        asserted=dict(manifest.placement.get("asserted", {})),
     )
     subject.metrics = _metrics(train / "metrics.jsonl", subject, upto=manifest.step)
     if not subject.metrics:
@@ -392,6 +401,27 @@ def _add_foreign_config(subject: Subject, path: Path) -> None:
 def _load_shards(folder: Path, shards: list[Path]) -> Subject:
     tensors = [tensor for shard in shards for tensor in plain_tensors(read_header(shard)[0])]
     return _foreign(folder / shards[0].name, sorted(tensors, key=lambda item: str(item["name"])), {})
+
+
+def _load_import(path: Path, record: ImportRecord) -> Subject:
+    """What a person brought in: everything that is not proven carries `asserted` in its origin."""
+    proven = record.proven
+    dataset = _dataset_facts({}, {"train": proven, "digest": record.artifact.root if record.artifact else ""}, {})
+    told = {name: value for name, value in proven.items() if record.kind != "dataset"}
+    return Subject(
+        path,
+        "imported",
+        f"{record.kind} {record.key}, imported from {record.origin} by {record.by} at {record.at[:19]}",
+        config={stage: {name: item.value for name, item in part.items()} for stage, part in record.asserted.items()},
+        origins={
+            stage: {name: f"asserted ({item.said_by})" for name, item in part.items()}
+            for stage, part in record.asserted.items()
+        },
+        dataset=dataset if record.kind == "dataset" else {},
+        tensors=[tensor.model_dump() for tensor in record.tensors],
+        facts={"proven": ", ".join(f"{name} {value}" for name, value in told.items())} if told else {},
+        unknown=["environment, bound kernels, throughput and lineage: they were not imported and cannot be proven"],
+    )
 
 
 # ---------------------------------------------------------------- runs
