@@ -274,6 +274,40 @@ def compare(
     print(json.dumps(found.as_json(), indent=2, sort_keys=True) if as_json else render(found))
 
 
+@app.command()
+def reproduce(
+    manifest: Path,
+    check: Annotated[bool, typer.Option("--check", help="compare, fail when anything differs, keep nothing")] = False,
+    steps: Annotated[str, typer.Option("--steps", help="A:B, one segment of the training", metavar="A:B")] = "",
+    tolerance: Annotated[bool, typer.Option("--tolerance", help="compare values where bits cannot be equal")] = False,
+    lock: Annotated[Path | None, typer.Option("--lock", help="only write the recorded packages to a file")] = None,
+) -> None:
+    """Make a run again with the code and the config it was made with, and compare every output and tensor."""
+    import shutil
+    import tempfile
+
+    from dflash.report.reproduce import end_trainers, lock_lines, read_manifest
+    from dflash.report.reproduce import reproduce as repeat
+
+    if lock is not None:
+        lock.write_text(lock_lines(read_manifest(manifest)))
+        print(f"the recorded packages are in {lock}; install them with pip install -r {lock}")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="dflash-reproduce-"))
+    try:
+        verdict = repeat(manifest, folder, steps=steps, tolerance=tolerance)
+    finally:
+        end_trainers(folder / "results")
+        if check:
+            shutil.rmtree(folder, ignore_errors=True)
+    print("\n".join(verdict.lines))
+    if not check:
+        print(f"kept in {folder}")
+    if verdict.problems:
+        raise PermanentError(f"not reproduced: {'; '.join(verdict.problems[:5])}", where=str(manifest))
+    print(f"reproduced: {verdict.compared} outputs compared, none differs")
+
+
 @app.command("import")
 def import_command(
     path: Path,
