@@ -25,6 +25,17 @@ import yaml
 from dflash.hosts.lease import holder
 from dflash.plan.code import source_root
 
+SECRETS = {
+    "HF_TOKEN": "hf_SecretSecretSecretSecretSecret01",
+    "WANDB_API_KEY": "5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2",
+    "AWS_SECRET_ACCESS_KEY": "SecretSecret/SecretSecret+SecretSecret02",
+    "GITHUB_TOKEN": "ghp_SecretSecretSecretSecretSecret03",
+    "OPENAI_API_KEY": "sk-proj-SecretSecretSecretSecret04",
+    "SSH_PASSPHRASE": "correct horse battery staple 05",
+    "PIP_INDEX_URL": "https://someone:SecretSecret06@packages.example.org/simple",
+    "TRITON_CACHE_DIR": "/tmp/cache?token=SecretSecretSecretSecretSecret07",
+}
+"""What a careless environment holds: every command of these tests runs in it, and no file may."""
 CODE = ("dflash", "workflow", "profiles", "Snakefile")
 
 
@@ -52,6 +63,7 @@ class Workspace:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("DFLASH_", "PYTHONPATH"))}
         return {
             **kept,
+            **SECRETS,
             "PYTHONPATH": str(self.code),
             "XDG_CACHE_HOME": str(self.cache),
             "DFLASH_LEASES": str(self.cache / "leases"),
