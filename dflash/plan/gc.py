@@ -53,6 +53,10 @@ def find_garbage(results: Path, plan: Plan | None = None) -> list[Garbage]:
             if (stage, folder.name) not in needed:
                 size, files = _size(folder)
                 found.append(Garbage(folder, size, files, "no run's manifest names it"))
+    kept = {key for _, key in needed}
+    for folder in sorted(path for path in (store / "ship").glob("*") if path.is_dir() and path.name not in kept):
+        size, files = _size(folder)
+        found.append(Garbage(folder, size, files, "records of shipments of a result that nothing needs"))
     found += _stale_environments(store, needed)
     return sorted(found, key=lambda item: (-item.size, str(item.path)))
 

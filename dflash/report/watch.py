@@ -95,8 +95,12 @@ def look(watched: Watched) -> View:
         for step in watched.steps:
             trained = receipt_path(train, "train", step).exists()
             judged = evaluate is not None and receipt_path(evaluate, "evaluate", step).exists()
-            tau = _tau(evaluate / f"step_{step}" / "rows.json") if judged and evaluate is not None else ""
-            view.checkpoints.append((step, trained, shipped.get(step, ""), judged, tau))
+            view.checkpoints.append((step, trained, shipped.get(step, ""), judged, ""))
+        first, last = _window(view)
+        for place, (step, trained, hosts, judged, _) in enumerate(view.checkpoints[first:last], start=first):
+            if judged and evaluate is not None:
+                tau = _tau(evaluate / f"step_{step}" / "rows.json")
+                view.checkpoints[place] = (step, trained, hosts, judged, tau)
     view.at_work = run_at_work(watched.store.parent)
     view.done = all(done == total for _, _, done, total in view.stages) and (watched.report / "receipt.json").exists()
     return view
@@ -229,11 +233,16 @@ def plain(view: View) -> list[str]:
     return lines
 
 
-def _shown(view: View) -> list[tuple[int, bool, str, bool, str]]:
+def _window(view: View) -> tuple[int, int]:
     """The checkpoints around which something happens: the last that are done, and the next."""
     reached = sum(1 for _, trained, _, _, _ in view.checkpoints if trained)
     start = max(0, min(reached - MOST_STEPS + 2, len(view.checkpoints) - MOST_STEPS))
-    return view.checkpoints[start : start + MOST_STEPS]
+    return start, start + MOST_STEPS
+
+
+def _shown(view: View) -> list[tuple[int, bool, str, bool, str]]:
+    first, last = _window(view)
+    return view.checkpoints[first:last]
 
 
 def _checkpoint_lines(view: View) -> list[str]:

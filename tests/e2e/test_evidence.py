@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -137,3 +138,13 @@ def test_an_adopted_training_is_told_by_plan_manifest_inspect_and_report(finishe
     assert finished.attempts() == 1
     done = finished.call("reproduce", str(latest / "manifest.json"), "--check", expect=1)
     assert "adopted" in done.stderr or "names no commit" in done.stderr
+
+
+def test_snakemakes_own_report_holds_page_table_and_manifest_with_their_captions(finished: Workspace) -> None:
+    finished.snakemake("--report", "report.zip")
+    with zipfile.ZipFile(finished.folder / "report.zip") as archive:
+        names = {Path(name).name: name for name in archive.namelist()}
+        assert {"report.html", "evaluations.csv", "manifest.json"} <= set(names)
+        text = "".join(archive.read(name).decode() for name in archive.namelist() if name.endswith("report.html"))
+    for words in ("the target model writes its own completions", "one number a row", "from this file alone"):
+        assert words in " ".join(text.split())

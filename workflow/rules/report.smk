@@ -11,7 +11,12 @@ rule manifest:
         params=ancient(f"{RESULTS}/runs/{{run}}/{{key}}/params.json"),
         upstream=TARGETS.manifest_upstream,
     output:
-        f"{RESULTS}/runs/{{run}}/{{key}}/manifest.json",
+        report(
+            f"{RESULTS}/runs/{{run}}/{{key}}/manifest.json",
+            caption="../report/manifest.rst",
+            category="{run}",
+            labels={"file": "manifest", "state": "{key}"},
+        ),
     log:
         f"{RESULTS}/logs/manifest/{{run}}/{{key}}.log",
     benchmark:
@@ -30,7 +35,19 @@ rule report:
         upstream=TARGETS.upstream("report", FULL),
         manifest=TARGETS.report_manifest,
     output:
-        f"{RESULTS}/runs/{{run}}/{{key}}/receipt.json",
+        receipt=f"{RESULTS}/runs/{{run}}/{{key}}/receipt.json",
+        page=report(
+            f"{RESULTS}/runs/{{run}}/{{key}}/report.html",
+            caption="../report/page.rst",
+            category="{run}",
+            labels={"file": "page", "state": "{key}"},
+        ),
+        evaluations=report(
+            f"{RESULTS}/runs/{{run}}/{{key}}/evaluations.csv",
+            caption="../report/evaluations.rst",
+            category="{run}",
+            labels={"file": "evaluations", "state": "{key}"},
+        ),
     log:
         f"{RESULTS}/logs/report/{{run}}/{{key}}.log",
     benchmark:
