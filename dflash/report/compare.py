@@ -3,7 +3,7 @@
 Every difference is put under a rule that says which gap it can explain, throughput or quality, and how readily. The order of the
 rules is fixed and told with each finding, so that a reader can disagree with it:
 
-    target > kernels > torch build > hardware > placement > batching > dataset > training > tensors > other config > packages
+    target > kernels > torch build > hardware > placement > batching > dataset > training > code > tensors > other config > packages
 
 Kernels and builds come first because they have explained a gap of half the speed while every config value and every checksum
 agreed. Reads JSON, a csv and headers of safetensors files; under a second and 100 MB for runs of 200 checkpoints.
@@ -135,6 +135,7 @@ def compare(first: Path, second: Path) -> Comparison:
         *_config(a, b, "batching"),
         *_dataset(a, b),
         *_config(a, b, "training"),
+        *_code(a, b),
         *_tensors(a, b),
         *_config(a, b, "config"),
         *_packages(a, b),
@@ -646,6 +647,26 @@ def _bucket(buckets: list[dict[str, Any]], index: int) -> str:
     total = sum(item["samples"] for item in buckets) or 1
     item = buckets[index]
     return f"up to {item['up_to']} tokens, {item['samples'] / total:.0%} of samples, {item['batch_size']} a batch"
+
+
+def _code(a: Subject, b: Subject) -> list[Finding]:
+    """Modules whose code differs, each named once with the stages that it is part of."""
+    stages: dict[tuple[str, str, str], list[str]] = {}
+    for name in [name for name in a.code if name in b.code and name != "report"]:
+        for module in sorted({*a.code[name], *b.code[name]}):
+            first, second = (side.code[name].get(module, ABSENT)[:8] for side in (a, b))
+            if first != second:
+                found = stages.setdefault((module, first, second), [])
+                found.append(name.partition("/")[0])
+    details = [
+        Difference(f"{module} ({', '.join(dict.fromkeys(names))})", first, second)
+        for (module, first, second), names in stages.items()
+    ]
+    if not details:
+        return []
+    named = ", ".join(item.name for item in details[:3])
+    more = f" and {len(details) - 3} more" if len(details) > 3 else ""
+    return [_finding("code", f"other code: {named}{more}", details)]
 
 
 def _tensors(a: Subject, b: Subject) -> list[Finding]:

@@ -76,7 +76,19 @@ class Subject:
     metrics: list[MetricsLine] = field(default_factory=list)
     tau: list[dict[str, str]] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    code: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Digest of each module that a stage's code is made of, by stage."""
     unknown: list[str] = field(default_factory=list)
+
+
+def _code(params_files: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The modules of each stage's code, from the params files in a manifest."""
+    found = {}
+    for name, document in params_files.items():
+        modules = (document.get("code") or {}).get("modules") if isinstance(document, Mapping) else None
+        if isinstance(modules, Mapping):
+            found[name] = {str(module): str(digest) for module, digest in modules.items()}
+    return found
 
 
 def read_header(path: Path) -> tuple[list[dict[str, Any]], dict[str, str], int]:
@@ -259,6 +271,7 @@ def _load_checkpoint(folder: Path, manifest: CheckpointManifest) -> Subject:
         f"step {manifest.step} of train {manifest.key}",
         config=dict(manifest.config),
         origins={name: dict(item.get("origins", {})) for name, item in manifest.params_files.items()},
+        code=_code(manifest.params_files),
         keys={name: str(item.get("key", "")) for name, item in manifest.params_files.items()}
         or {"train": manifest.key},
         dataset=_dataset_facts(manifest.dataset.get("counts"), manifest.dataset.get("results"), manifest.config),
@@ -434,6 +447,7 @@ def _load_run(path: Path, manifest: RunManifest) -> Subject:
         f"run {manifest.run} ({manifest.runkey})",
         config=dict(manifest.config),
         origins={name: dict(item.get("origins", {})) for name, item in manifest.params_files.items()},
+        code=_code(manifest.params_files),
         keys={entry.name: entry.key for entry in manifest.stages},
         tensors=[tensor.model_dump() for tensor in manifest.tensors],
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from report_store import FLA_KERNELS, TORCH_KERNELS, Story, make_run
+from report_store import FLA_KERNELS, TORCH_KERNELS, Story, make_run, rewrite_json
 from safetensors.torch import save_file
 
 from dflash.base.errors import ConfigError
@@ -164,3 +164,17 @@ def test_as_json_every_finding_carries_its_rank_and_rule(tmp_path: Path) -> None
     json.dumps(document)
     assert [(item["rank"], item["rule"]) for item in document["findings"]] == [(1, "batching")]
     assert document["a"]["kind"] == "run"
+
+
+def test_another_program_is_named_by_module_and_stage(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+
+    def change(document: dict[str, Any]) -> dict[str, Any]:
+        train = document["params_files"]["train"]
+        train["code"]["modules"]["dflash.train.objective"] = "1" * 16
+        return document
+
+    rewrite_json(second.manifest_path, change)
+    found = compare(first.manifest_path, second.manifest_path)
+    assert rules(found) == ["code"]
+    assert found.findings[0].words == "other code: dflash.train.objective (train)"
