@@ -54,6 +54,7 @@ RULES: dict[str, tuple[str, str]] = {
     ),
     "dataset": ("throughput and quality", "longer text costs more a token, and other text teaches other things"),
     "training": ("quality and throughput", "the recipe of the drafter: what it learns, and how much a step computes"),
+    "code": ("quality and throughput", "another program made it; digests of modules, comments and docstrings left out"),
     "tensors": (
         "quality",
         "a drafter with other tensors is another model; bytes that are gone were not trained or not saved",
