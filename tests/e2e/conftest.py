@@ -71,7 +71,7 @@ class Workspace:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
-    def call(self, *arguments: str, expect: int | None = 0, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def call(self, *arguments: str, expect: int | None = 0, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """`dflash ...`; fails the test with all output when the exit code is not the expected one."""
         return self._run([sys.executable, "-m", "dflash", *arguments], expect, timeout)
 
@@ -79,7 +79,7 @@ class Workspace:
         """Plain `snakemake`, with the profile that loads by itself in a clone."""
         profile = ["--workflow-profile", str(self.code / "profiles/default")]
         command = [sys.executable, "-m", "snakemake", "-s", str(self.code / "Snakefile"), *profile, *arguments]
-        return self._run(command, expect, 240)
+        return self._run(command, expect, 600)
 
     def _run(self, command: list[str], expect: int | None, timeout: float) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
