@@ -20,6 +20,7 @@ from dflash.base.files import read_json
 from dflash.base.records import MetricsLine, RunManifest, StopMarker
 from dflash.base.store import STEPWISE_RECEIPTS, receipt_path, stage_directory
 from dflash.hosts.lease import holder
+from dflash.stages import BY_NAME
 from dflash.train import schedule
 
 TAIL = 64 << 10
@@ -76,7 +77,9 @@ def of_manifest(path: Path) -> Watched:
         CorruptError: the manifest cannot be read.
     """
     manifest = RunManifest.read(path)
-    results = [(entry.name, entry.stage, entry.key) for entry in manifest.stages]
+    order = list(BY_NAME)
+    stages = sorted(manifest.stages, key=lambda entry: (order.index(entry.stage), entry.name))
+    results = [(entry.name, entry.stage, entry.key) for entry in stages]
     return Watched(manifest.run, path.parents[3] / "store", results, manifest.steps, path.parent)
 
 
