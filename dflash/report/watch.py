@@ -77,8 +77,8 @@ def of_manifest(path: Path) -> Watched:
         CorruptError: the manifest cannot be read.
     """
     manifest = RunManifest.read(path)
-    order = list(BY_NAME)
-    stages = sorted(manifest.stages, key=lambda entry: (order.index(entry.stage), entry.name))
+    order = {name: place for place, name in enumerate(BY_NAME)}
+    stages = sorted(manifest.stages, key=lambda entry: (order.get(entry.stage, len(order)), entry.name))
     results = [(entry.name, entry.stage, entry.key) for entry in stages]
     return Watched(manifest.run, path.parents[3] / "store", results, manifest.steps, path.parent)
 
