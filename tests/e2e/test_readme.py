@@ -45,6 +45,7 @@ def test_make_has_the_targets_that_the_readme_names(target: str) -> None:
     assert re.search(rf"^{target}:", (source_root() / "Makefile").read_text(), re.MULTILINE)
 
 
+@pytest.mark.timeout(1200)
 def test_every_command_of_the_readme_runs(finished: Workspace) -> None:
     finished.write_config(run="demo")
     mine = {**finished.config, "run": "mine", "train": {**finished.config["train"], "lr": 2e-3}}
