@@ -111,11 +111,16 @@ def torch_facts() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return facts, gpus
 
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
 def _driver_version() -> str | None:
+    """The driver's version, as in `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build`."""
     try:
-        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
+        found = re.search(r"\s(\d{3,}(?:\.\d+)+)\s", DRIVER_FILE.read_text().splitlines()[0])
     except (OSError, IndexError):
         return None
+    return found[1] if found else None
 
 
 @functools.cache

@@ -14,11 +14,17 @@ from dflash.base import environment
 
 SMI = """#!/bin/sh
 if [ "$1" = topo ]; then
-printf '\\t\\033[4mGPU0\\tGPU1\\tCPU Affinity\\033[0m\\nGPU0\\t X \\tNV18\\t0-15\\n'
-printf 'GPU1\\tNV18\\t X \\t0-15\\n\\nLegend:\\n  X = Self\\n'
+printf '\\t\\033[4mGPU0\\tGPU1\\tCPU Affinity\\tNUMA Affinity\\tGPU NUMA ID\\033[0m\\n'
+printf 'GPU0\\t X \\tNV18\\t0-31\\t0\\t\\tN/A\\nGPU1\\tNV18\\t X \\t0-31\\t0\\t\\tN/A\\n\\nLegend:\\n\\n  X    = Self\\n'
 else
 printf 'GPU-aaaa, 700.00\\nGPU-bbbb, [N/A]\\n'
 fi
+"""
+"""What nvidia-smi 580 prints on a machine with two H200, the identities shortened."""
+
+
+DRIVER = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (someone@)
+GCC version:  gcc version 15.3.0 (GCC)
 """
 
 
@@ -47,7 +53,9 @@ def gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(environment, "_driver_version", lambda: "580.65.06")
+    version = tmp_path / "version"
+    version.write_text(DRIVER)
+    monkeypatch.setattr(environment, "DRIVER_FILE", version)
     environment._nvidia_smi.cache_clear()
 
 
@@ -55,7 +63,7 @@ def gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_machine_is_described_with_build_driver_cards_caps_and_links() -> None:
     facts, gpus = environment.torch_facts()
     assert facts["version"] == "2.13.0+cu130"
-    assert (facts["cuda"], facts["cudnn"], facts["nccl"], facts["driver"]) == ("13.0", 91300, "2.28.3", "580.65.06")
+    assert (facts["cuda"], facts["cudnn"], facts["nccl"], facts["driver"]) == ("13.0", 91300, "2.28.3", "580.159.04")
     assert facts["topology"] == {"GPU0": {"GPU1": "NV18"}, "GPU1": {"GPU0": "NV18"}}
     assert [gpu["power_cap_watts"] for gpu in gpus] == [700.0, None]
     assert [(gpu["name"], gpu["uuid"], gpu["memory_bytes"], gpu["capability"]) for gpu in gpus] == [
@@ -68,6 +76,17 @@ def test_a_machine_without_nvidia_smi_is_described_without_caps(monkeypatch: pyt
     environment._nvidia_smi.cache_clear()
     assert environment._power_caps() == {}
     assert environment._topology() == {}
+
+
+def test_the_drivers_version_is_read_from_the_closed_module_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "version"
+    monkeypatch.setattr(environment, "DRIVER_FILE", file)
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 2025\n")
+    assert environment._driver_version() == "570.86.15"
+    file.write_text("")
+    assert environment._driver_version() is None
 
 
 def test_what_is_bound_is_recorded_and_not_only_what_is_installed() -> None:
