@@ -13,6 +13,7 @@ import pytest
 from conftest import SECRETS, Workspace, make_workspace  # type: ignore[import-not-found]
 
 from dflash.model.target_params import Kernels
+from dflash.plan.code import source_root
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -38,14 +39,14 @@ def test_an_environment_full_of_tokens_leaves_none_in_any_written_file(finished_
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[tuple[Path, Path]]:
-    """Two runs on a hybrid target: the second has more data, another token budget and another kernel form in evaluation."""
+    """Two runs on the demo's hybrid target: the second has more data, another token budget and another kernel form in evaluation."""
     space = make_workspace(tmp_path_factory.mktemp("story") / "work", cache)
-    space.write_config(run="first", target={"random": {"model_type": "qwen3_5_text", "seed": 1}})
+    demo = source_root() / "config/demo"
+    space.config["target"] = {"path": str(demo / "target")}
+    space.write_config(run="first")
     space.call("run", timeout=600)
     more = space.folder / "config/micro/more.jsonl"
-    more.write_text(
-        "".join(json.dumps({"prompt": f"tell at some length about number {n} and more"}) + "\n" for n in range(9))
-    )
+    more.write_text("".join((demo / "prompts/records.jsonl").read_text().splitlines(keepends=True)[:9]))
     space.write_config(
         run="second",
         prompts=[*space.config["prompts"], {"name": "more", "path": "config/micro/more.jsonl"}],
