@@ -28,6 +28,8 @@ ROLES = {"train": "training", "references": "evaluation", "completions": "comple
 """Stages in which a target computes, and what people call them."""
 FAST_PACKAGES = ("flash-linear-attention", "fla-core", "causal-conv1d", "triton", "liger-kernel")
 BUILD = ("version", "cuda", "cudnn", "nccl", "driver")
+HARMLESS_VARIABLES = ("NCCL_DEBUG", "TORCH_LOGS", "TRITON_CACHE_DIR")
+"""Where logs and caches go: no number or speed is known to depend on them."""
 SAME = 0.05
 """Ratios nearer to one than this count as equal."""
 NEAR_EDGE = 0.2
@@ -476,12 +478,18 @@ def _hardware(a: Subject, b: Subject) -> list[Finding]:
         }.items():
             if first != second:
                 found.setdefault((name, first, second), []).append(role)
-        for name in sorted({*ours.variables, *theirs.variables}):
-            first, second = (side.variables.get(name, "unset") for side in (ours, theirs))
-            if first != second:
+        for name, first, second in _variables(ours, theirs):
+            if name not in HARMLESS_VARIABLES:
                 found.setdefault((f"variable {name}", first, second), []).append(role)
     details = _by_role(found, len(pairs))
     return [_finding("hardware", _names(details), details)] if details else []
+
+
+def _variables(ours: Environment, theirs: Environment) -> list[tuple[str, str, str]]:
+    """Environment variables that differ, with both values."""
+    names = sorted({*ours.variables, *theirs.variables})
+    pairs = [(name, ours.variables.get(name, "unset"), theirs.variables.get(name, "unset")) for name in names]
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def _gpus(environment: Environment) -> str:
@@ -730,6 +738,9 @@ def _packages(a: Subject, b: Subject) -> list[Finding]:
         }.items():
             if first != second:
                 other.setdefault((name, first, second), []).append(role)
+        for name, first, second in _variables(ours, theirs):
+            if name in HARMLESS_VARIABLES:
+                other.setdefault((f"variable {name}", first, second), []).append(role)
     details = _by_role(other, len(pairs)) + details
     return [_finding("packages", _names(details), details)] if details else []
 
