@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,13 +266,31 @@ def _environment(code: Path) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(code)}
 
 
-def end_trainers(results: Path) -> None:
-    """Ends trainers that a repetition has left at work when it was interrupted: they are detached and would go on."""
+def end_trainers(results: Path, patience: float = 20.0) -> None:
+    """Ends trainers that a repetition has left at work, and waits until they and their launchers have written their last word:
+    they are detached, would go on, and would write into a folder that is being deleted.
+
+    Args:
+        patience: seconds to wait at most.
+    """
     for lease in results.glob("store/train/*/lease.json"):
         record = holder(lease)
         if record is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(record.pid, signal.SIGTERM)
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and any(
+        _unfinished(path) for path in results.glob("store/train/*/attempts/*.json")
+    ):
+        time.sleep(0.1)
+
+
+def _unfinished(attempt: Path) -> bool:
+    """Whether the launcher of an attempt has yet to write how it ended."""
+    try:
+        return json.loads(attempt.read_text()).get("end") is None
+    except (OSError, ValueError):
+        return False
 
 
 def _call(code: Path, words: Sequence[str]) -> None:
