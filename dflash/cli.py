@@ -22,6 +22,7 @@ from dflash.cli_ship import register as register_ship
 
 if TYPE_CHECKING:
     from dflash.plan.graph import Plan, PlannedRun
+    from dflash.report.watch import Watched
 
 USES = """\
 dflash trains drafters for speculative decoding, from prompts to an evaluated checkpoint, and can explain every result.
@@ -317,13 +318,143 @@ def export(
     print(destination)
 
 
-@app.command()
-def inspect(path: Path, as_json: AsJson = False) -> None:
-    """Say what made a result: a checkpoint folder, a lone safetensors, a receipt, a manifest or a params file."""
-    from dflash.report.inspect import describe, render
+def inspect(
+    path: Path,
+    everything: Annotated[bool, typer.Option("--all", help="Every field of the record, one a line.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what made a result: a checkpoint folder, a lone safetensors, a drafter, a receipt, a manifest or a params file."""
+    from dflash.report.inspect import describe, show
 
-    found = describe(path)
-    print(json.dumps(found, indent=2, sort_keys=True) if as_json else render(found))
+    print(json.dumps(describe(path), indent=2, sort_keys=True) if as_json else show(path, everything))
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A")],
+    b: Annotated[Path, typer.Argument(metavar="B")],
+    as_json: AsJson = False,
+) -> None:
+    """Say why B came out otherwise than A: runs, checkpoints, lone safetensors or drafters; most likely explanation first."""
+    from dflash.report.compare import compare as diagnose
+    from dflash.report.compare import render
+
+    found = diagnose(a, b)
+    print(json.dumps(found.as_json(), indent=2, sort_keys=True) if as_json else render(found))
+
+
+@app.command()
+def reproduce(
+    manifest: Path,
+    check: Annotated[bool, typer.Option("--check", help="compare, fail when anything differs, keep nothing")] = False,
+    steps: Annotated[str, typer.Option("--steps", help="A:B, one segment of the training", metavar="A:B")] = "",
+    tolerance: Annotated[bool, typer.Option("--tolerance", help="compare values where bits cannot be equal")] = False,
+    lock: Annotated[Path | None, typer.Option("--lock", help="only write the recorded packages to a file")] = None,
+) -> None:
+    """Make a run again with the code and the config it was made with, and compare every output and tensor."""
+    import shutil
+    import tempfile
+
+    from dflash.report.reproduce import end_trainers, lock_lines, read_manifest
+    from dflash.report.reproduce import reproduce as repeat
+
+    if lock is not None:
+        lock.write_text(lock_lines(read_manifest(manifest)))
+        print(f"the recorded packages are in {lock}; install them with pip install -r {lock}")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="dflash-reproduce-"))
+    try:
+        verdict = repeat(manifest, folder, steps=steps, tolerance=tolerance)
+    finally:
+        end_trainers(folder / "results")
+        if check:
+            shutil.rmtree(folder, ignore_errors=True)
+    print("\n".join(verdict.lines))
+    if not check:
+        print(f"kept in {folder}")
+    if verdict.problems:
+        raise PermanentError(f"not reproduced: {'; '.join(verdict.problems[:5])}", where=str(manifest))
+    print(f"reproduced: {verdict.compared} outputs compared, none differs")
+
+
+@app.command("import")
+def import_command(
+    path: Path,
+    wandb_config: Annotated[Path | None, typer.Option("--wandb-config", help="what W&B recorded of it")] = None,
+    argv: Annotated[Path | None, typer.Option("--argv", help="file with the command line that launched it")] = None,
+    results: Annotated[Path, typer.Option("--results", help="results folder")] = Path("results"),
+) -> None:
+    """Bring in an old checkpoint (.pt), a drafter, a tokenised dataset, a W&B config or a command line.
+
+    What the content itself does not show is tagged `asserted` and stays so.
+    """
+    from dflash.report.importing import import_path, render
+
+    record = import_path(path, results, wandb_config=wandb_config, argv=argv)
+    print(render(record, results / "store"))
+
+
+@app.command()
+def watch(
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")],
+    once: Annotated[bool, typer.Option("--once", help="one look, then end")] = False,
+    configfile: ConfigFiles = None,
+) -> None:
+    """Show how far a run is, live; from its files alone, so also after the fact. Plain lines when piped."""
+    from dflash.report.watch import watch as show_run
+
+    show_run(_watched(run_name, configfile), sys.stdout, follow=not once)
+
+
+def _watched(run_name: str, configfile: list[Path] | None) -> Watched:
+    """What the config asks for, once it has begun; else the run's last state, when there is one."""
+    from dflash.report.watch import Watched, of_manifest
+
+    latest = Path("results/runs") / run_name / "latest/manifest.json"
+    try:
+        made, planned = _planned(run_name, configfile)
+    except ConfigError:
+        if configfile or not latest.exists():
+            raise
+        return of_manifest(latest)
+    latest = made.config.results / "runs" / run_name / "latest/manifest.json"
+    if not planned.nodes["train"].directory.is_dir() and latest.exists():
+        print(f"dflash: this config has not begun; shown is the last state of {run_name}", file=sys.stderr)
+        return of_manifest(latest)
+    results = [(name, node.stage.name, node.key) for name, node in planned.nodes.items() if name != "report"]
+    return Watched(run_name, made.store, results, planned.steps, planned.directory)
+
+
+@app.command()
+def gc(
+    host: Annotated[str, typer.Option("--host", help="whose store")] = "local",
+    delete: Annotated[bool, typer.Option("--delete", help="delete what is listed")] = False,
+    configfile: ConfigFiles = None,
+) -> None:
+    """List what no run needs any more, with sizes; delete it when told. What a running training or a config needs stays."""
+    from dflash.plan.config import load_config
+    from dflash.plan.gc import delete as delete_garbage
+    from dflash.plan.gc import find_garbage
+    from dflash.plan.graph import build_plan
+    from dflash.plan.workflow import DEFAULT_CONFIG
+    from dflash.run import owner_lock
+
+    made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
+    if host != "local":
+        raise PermanentError(
+            f"the store of host `{host}` cannot be collected from here",
+            remedy="Run `dflash gc` in the clone on that host; this command reads the local store only.",
+        )
+    found = find_garbage(made.config.results, made)
+    for item in found:
+        print(f"{item.size:>15,} bytes  {item.files:>6,} files  {item.path}  ({item.why})")
+    print(f"{sum(item.size for item in found):>15,} bytes in {len(found)} results that no run needs", flush=True)
+    if not delete or not found:
+        print("Nothing is deleted without --delete." if found else "Nothing to delete.", file=sys.stderr)
+        return
+    with owner_lock(made.config.results):
+        delete_garbage(find_garbage(made.config.results, made))
+    print(f"deleted {len(found)} results", file=sys.stderr)
 
 
 @app.command(hidden=True)
@@ -372,12 +503,14 @@ def write_params(path: Path, document: str) -> None:
 
 @app.command("write-manifest", hidden=True)
 def write_manifest(
-    params: Path, store: Annotated[Path, typer.Option("--store", help="root of the store")] = Path("results/store")
+    params: Path,
+    store: Annotated[Path, typer.Option("--store", help="root of the store")] = Path("results/store"),
+    source: Annotated[str, typer.Option("--source", help="JSON of the run's configuration")] = "{}",
 ) -> None:
     """Write the manifest of a run's state beside its params.json; what the rules call."""
     from dflash.plan.manifest import build_manifest
 
-    build_manifest(params.parent, store).write(params.parent / "manifest.json")
+    build_manifest(params.parent, store, json.loads(source)).write(params.parent / "manifest.json")
 
 
 register_hosts(app)

@@ -430,6 +430,8 @@ def _forget_incomplete(plan: Plan, options: RunOptions) -> None:
     if not markers:
         return
     receipts = [str(path) for node in plan.nodes.values() for path in node.receipts() if path.exists()]
+    finished = [run.directory for run in plan.runs if run.nodes["report"].receipt().exists()]
+    receipts += [str(folder / name) for folder in finished for name in ("report.html", "evaluations.csv")]
     # Snakemake names a marker after the output's path, in URL-safe base64.
     whole = [path for path in receipts if base64.urlsafe_b64encode(path.encode()).decode() in markers]
     if whole:

@@ -1,8 +1,8 @@
 """Where a result is made: what is installed, what is bound, and which commit of the workflow ran.
 
-Collected once a process (about 40 ms, most of it the list of distributions), stored once per digest. torch is described
-only when the process has already imported it. Environment variables come from an allow-list, so that no secret can end up
-in a file.
+Collected once a process (about 40 ms, most of it the list of distributions; on a GPU machine 0.3 s more for nvidia-smi),
+stored once per digest. torch is described only when the process has already imported it. Environment variables come from an
+allow-list and are masked when they look like a secret all the same, so that none can end up in a file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,32 @@ ALLOWED_VARIABLES = (
     "TORCH_LOGS",
     "TRITON_CACHE_DIR",
 )
+
+NUMERIC_DISTRIBUTIONS = (
+    "torch",
+    "transformers",
+    "triton",
+    "flash-linear-attention",
+    "fla-core",
+    "causal-conv1d",
+    "liger-kernel",
+)
+"""Distributions whose version may move a number, beside all of NVIDIA's."""
+CODE_PATHS = ("dflash", "workflow", "Snakefile", "profiles", "pyproject.toml")
+"""What of the checkout can change a result: only its uncommitted changes are kept, never other files of the user's."""
+MOST_DIFF = 200_000
+"""Characters of uncommitted changes that are kept; beyond it only the names of the files are."""
+SECRET = re.compile(
+    r"(hf_|sk-|ghp_|gho_|github_pat_|glpat-|AKIA|xox[abp]-)[A-Za-z0-9_-]{12,}"
+    r"|(?i:(token|secret|password|passwd|api_?key|credential)s?[\"']?\s*[=:]\s*[\"']?)[A-Za-z0-9+/_-]{20,}"
+    r"|://[^/\s:@]+:[^/\s@]+@"
+)
+"""What looks like a token, a key or a password, in an address too."""
+
+
+def masked(text: str) -> str:
+    """The text with everything that looks like a secret replaced by `[masked]`."""
+    return SECRET.sub("[masked]", text)
 
 
 @functools.cache
@@ -70,6 +97,8 @@ def torch_facts() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if torch.cuda.is_available():
         facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
         facts["driver"] = _driver_version()
+        facts["topology"] = _topology()
+        caps = _power_caps()
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             gpus.append(
@@ -79,21 +108,62 @@ def torch_facts() -> tuple[dict[str, Any], list[dict[str, Any]]]:
                     "uuid": str(properties.uuid),
                     "memory_bytes": properties.total_memory,
                     "capability": f"{properties.major}.{properties.minor}",
+                    "power_cap_watts": caps.get(str(properties.uuid).removeprefix("GPU-")),
                 }
             )
     return facts, gpus
 
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
 def _driver_version() -> str | None:
+    """The driver's version, as in `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build`."""
     try:
-        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
+        found = re.search(r"\s(\d{3,}(?:\.\d+)+)\s", DRIVER_FILE.read_text().splitlines()[0])
     except (OSError, IndexError):
         return None
+    return found[1] if found else None
+
+
+@functools.cache
+def _nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints; empty where it is missing, refuses or hangs."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _power_caps() -> dict[str, float]:
+    """Enforced power limit of each GPU in watts, by UUID without its prefix."""
+    found = {}
+    for line in _nvidia_smi("--query-gpu=uuid,enforced.power.limit", "--format=csv,noheader,nounits").splitlines():
+        uuid, _, watts = (part.strip() for part in line.partition(","))
+        try:
+            found[uuid.removeprefix("GPU-")] = float(watts)
+        except ValueError:
+            continue  # "[N/A]": the card does not say
+    return found
+
+
+def _topology() -> dict[str, dict[str, str]]:
+    """How GPUs are connected, `GPU0 -> {GPU1: NV18, ...}`, as `nvidia-smi topo -m` draws it; empty for a single GPU."""
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in _nvidia_smi("topo", "-m").splitlines()]
+    heads = next(([word for word in row if re.fullmatch(r"GPU\d+", word)] for row in rows if row[:1] == ["GPU0"]), [])
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row[1 : len(heads) + 1]:
+            links = {head: link for head, link in zip(heads, row[1:], strict=False) if link != "X"}
+            if links:
+                found[row[0]] = links
+    return found
 
 
 @functools.cache
 def git_facts() -> dict[str, Any]:
-    """Commit and dirty flag of the checkout that holds this package; empty when it is not one (an installed wheel)."""
+    """Commit, dirty flag and uncommitted changes of the checkout that holds this package; empty for an installed wheel."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str | None:
@@ -110,7 +180,15 @@ def git_facts() -> dict[str, Any]:
     if top is None or commit is None or Path(top).resolve() != root:
         return dict(json.loads(os.environ.get(GIT_VARIABLE) or "{}"))
     changed = git("status", "--porcelain", "--untracked-files=no") or ""
-    return {"commit": commit, "dirty": bool(changed), "changed": [line[3:] for line in changed.splitlines()][:50]}
+    facts: dict[str, Any] = {
+        "commit": commit,
+        "dirty": bool(changed),
+        "changed": [line.strip().partition(" ")[2].strip() for line in changed.splitlines()][:50],
+    }
+    diff = git("diff", "HEAD", "--", *CODE_PATHS) if changed else ""
+    if diff and len(diff) <= MOST_DIFF:
+        facts["diff"] = masked(diff) + "\n"
+    return facts
 
 
 def collect(kernels: dict[str, Any] | None = None) -> Environment:
@@ -127,7 +205,7 @@ def collect(kernels: dict[str, Any] | None = None) -> Environment:
         gpus=gpus,
         kernels=kernels or {},
         git=git_facts(),
-        variables={name: os.environ[name] for name in ALLOWED_VARIABLES if name in os.environ},
+        variables={name: masked(os.environ[name]) for name in ALLOWED_VARIABLES if name in os.environ},
     )
 
 

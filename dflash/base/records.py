@@ -173,13 +173,14 @@ class Environment(Record):
 
 
 class TensorFact(BaseModel):
-    """One tensor of a checkpoint."""
+    """One tensor of a checkpoint. sha256: of its bytes as stored; empty in records from before it was kept."""
 
     model_config = ConfigDict(extra="forbid")
     name: str
     shape: list[int]
     dtype: str
     bytes: int
+    sha256: str = ""
 
 
 class ArtifactFile(BaseModel):
@@ -276,25 +277,37 @@ class LedgerLine(BaseModel):
 
 
 class StageEntry(BaseModel):
-    """One stage of a run, as its manifest lists it."""
+    """One stage of a run, as its manifest lists it. The maps are by step, or under an empty name for a stage without steps.
+
+    receipts: content digests. outputs: what each receipt lists, so that a repetition can be compared with no store at hand.
+    environments: under which name of `RunManifest.environments` each was made. counts, results: of a stage without steps.
+    """
 
     model_config = ConfigDict(extra="forbid")
     name: str
     stage: str
     key: str
     receipts: dict[str, str]
+    outputs: dict[str, list[OutputFile]] = Field(default_factory=dict)
+    environments: dict[str, str] = Field(default_factory=dict)
+    counts: Counts | None = None
+    results: dict[str, Any] = Field(default_factory=dict)
 
 
 class RunManifest(Record):
     """`results/runs/<run>/<runkey>/manifest.json`: everything that this state of a run consists of.
 
-    `determinism` is `bitwise` (same bytes expected), `tolerance` or `statistical`.
+    `determinism` is `bitwise` (same bytes expected), `tolerance` or `statistical`. `source` is the configuration of this run
+    with every default filled in and the paths as they were given: run again, it asks for the same keys. `tensors` are those of
+    the last checkpoint, with digests.
     """
 
     run: str
     runkey: str
     created: str
     config: dict[str, dict[str, Any]]
+    source: dict[str, Any] = Field(default_factory=dict)
+    tensors: list[TensorFact] = Field(default_factory=list)
     params_files: dict[str, dict[str, Any]]
     stages: list[StageEntry]
     steps: list[int]
@@ -302,6 +315,42 @@ class RunManifest(Record):
     environments: dict[str, Environment]
     adoptions: list[dict[str, Any]]
     determinism: Literal["bitwise", "tolerance", "statistical"]
+
+
+class Assertion(BaseModel):
+    """A value that somebody says, and nothing proves. standing: always `asserted`; it stays so in every later answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    value: Any
+    said_by: str
+    standing: Literal["asserted"] = "asserted"
+
+
+class ImportRecord(Record):
+    """`store/imported/<key>/import.json`: what a person brought in from outside.
+
+    kind: `weights`, `dataset` or `config`. origin: the path as it was given. proven: what was read from the content itself.
+    asserted: by stage, name -> what somebody says. artifact: the files, None for a config alone.
+    """
+
+    key: str
+    kind: Literal["weights", "dataset", "config"]
+    origin: str
+    by: str
+    at: str
+    proven: dict[str, Any]
+    asserted: dict[str, dict[str, Assertion]]
+    artifact: Artifact | None = None
+    tensors: list[TensorFact] = Field(default_factory=list)
+
+    def compute_key(self) -> str:
+        """The key this content has: of the files and of everything asserted about them."""
+        said = {
+            stage: {name: item.model_dump() for name, item in part.items()} for stage, part in self.asserted.items()
+        }
+        return digest({"files": self.artifact.root if self.artifact else None, "kind": self.kind, "asserted": said})[
+            :12
+        ]
 
 
 class StopMarker(Record):

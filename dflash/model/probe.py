@@ -32,8 +32,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dflash.base.canonical import canonical_json
+from dflash.base.environment import NUMERIC_DISTRIBUTIONS, collect
 from dflash.base.errors import CorruptError, PermanentError
-from dflash.base.records import Environment
+from dflash.base.records import Environment, Receipt
 from dflash.model.target import Target, check_features, select_taps
 from dflash.model.target_params import TargetIdentity
 from dflash.model.tensor_files import save_tensors
@@ -47,9 +48,6 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-
 ACROSS_KERNELS = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
 """Largest relative error between right kernels that add up in another order."""
 _COARSENESS = tuple(TOLERANCE)
-
-NUMERIC_DISTRIBUTIONS = ("torch", "transformers", "triton", "flash-linear-attention", "fla-core", "causal-conv1d")
-"""Distributions whose version may move a number, beside all of NVIDIA's."""
 
 
 def probe_tokens(vocab_size: int, special: Iterable[int], longest: int) -> list[list[int]]:
@@ -255,7 +253,7 @@ def check_target(target: Target, folder: Path) -> None:
     """Stops when a target that was loaded again gives other features than the probe of `folder`, within `TOLERANCE`.
 
     Raises:
-        PermanentError: the features have drifted; names tap, sequence and numbers.
+        PermanentError: the features have drifted; names tap, sequence and numbers, and what has changed in the environment.
     """
     if not (folder / FILE).exists():
         return
@@ -264,10 +262,23 @@ def check_target(target: Target, folder: Path) -> None:
     drift = largest_drift(recorded, found, TOLERANCE[coarser(recorded.facts["dtype"], target.facts.dtype)])
     if drift.beyond:
         raise PermanentError(
-            f"the target gives other features than when its references were made: {drift.sentence()}",
+            f"the target gives other features than when its references were made: {drift.sentence()}; changed in the "
+            f"environment: {_changed_since(folder, target)}",
             where=str(folder / FILE),
-            remedy="Compare the environment with that of the references' receipt, or make the references anew.",
+            remedy="Restore the environment, or make the references anew.",
         )
+
+
+def _changed_since(folder: Path, target: Target) -> str:
+    """What has changed in the environment since a result of the store was made, in words."""
+    try:
+        made = Receipt.read(folder / "receipt.json").environment
+        before = Environment.read(folder.parents[1] / "environments" / f"{made}.json")
+    except CorruptError:
+        return "unknown, since its record is missing"
+    device = str(target.device)
+    now = collect({"target": target.kernels.to_dict()})
+    return told_changes(changed_fields(numerics(before, device), numerics(now, device))) or "nothing that is recorded"
 
 
 # ---------------------------------------------------------------- the environment, as far as numbers depend on it

@@ -7,9 +7,10 @@ name (`run: NAME`), or several runs that override sections (`runs: [{name: ..., 
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ class RunConfig:
     """One run, validated and resolved. `origins`: section -> dotted name -> origin. `files`: digest -> path on this host."""
 
     name: str
+    target_section: TargetSection
     target: TargetIdentity
     target_path: Path | None
     prompts: tuple[PromptsParams, ...]
@@ -90,7 +92,7 @@ def build_config(source: Source, files: list[str], cache: DigestCache) -> Config
             raise ConfigError(
                 f"unknown key `{key}: {_short(source.values[key])}`",
                 where=source.origin(key),
-                remedy=f"Known keys: {', '.join(TOP_LEVEL)}.",
+                remedy=f"{meant(key, TOP_LEVEL)}Known keys: {', '.join(TOP_LEVEL)}.",
             )
     results = Path(str(source.values.get("results", "results")))
     _check_writable(results, source.origin("results") or ", ".join(files))
@@ -141,7 +143,7 @@ def _split_runs(source: Source, files: list[str]) -> list[tuple[str, Source]]:
             raise ConfigError(
                 f"unknown key `runs.{index}.{unknown[0]}: {_short(entry[unknown[0]])}`",
                 where=source.origin(f"runs.{index}.{unknown[0]}"),
-                remedy=f"A run may override {', '.join(SECTIONS)}.",
+                remedy=f"{meant(unknown[0], SECTIONS)}A run may override {', '.join(SECTIONS)}.",
             )
         over = subtree(source, f"runs.{index}")
         over.values = {key: value for key, value in over.values.items() if key != "name"}
@@ -209,6 +211,7 @@ def _run_config(name: str, source: Source, cache: DigestCache) -> RunConfig:
     path = Path(target_section.path) if target_section.path is not None else None
     return RunConfig(
         name,
+        target_section,
         target,
         path,
         tuple(prompts),
@@ -261,6 +264,33 @@ def _drafters(
         made.append(item.model_copy(update={"files": digests}))
         taps += [tap for tap in fields["target_layer_ids"] if tap not in taps]
     return made, taps
+
+
+def resolved_source(run: RunConfig) -> dict[str, Any]:
+    """The configuration of one run, every default filled in and paths as they were given: written to a file and planned
+    again, it has the same keys under the same code, whatever the defaults of later code are."""
+    sections = {name: getattr(run, name) for name in SECTIONS if name not in ("target", "prompts")}
+    return {
+        "run": run.name,
+        "target": _as_given(run.target_section),
+        "prompts": [_as_given(item) for item in run.prompts],
+        **{name: _as_given(section) for name, section in sections.items()},
+    }
+
+
+def _as_given(params: Params) -> dict[str, Any]:
+    """The fields that a user may set, as plain JSON values; nested models likewise, unset (None) ones left out."""
+    dumped = params.model_dump(mode="json")
+    found: dict[str, Any] = {}
+    for name in user_fields(type(params)):
+        value = getattr(params, name)
+        if isinstance(value, Params):
+            found[name] = _as_given(value)
+        elif isinstance(value, list | tuple) and value and all(isinstance(item, Params) for item in value):
+            found[name] = [_as_given(item) for item in value]
+        elif value is not None:
+            found[name] = dumped[name]
+    return found
 
 
 def _references(
@@ -336,7 +366,8 @@ def _config_error(error: ValidationError, path: str, source: Source, model: type
         if item["type"] == "missing":
             text = f"`{name}` is missing"
         elif item["type"] == "extra_forbidden":
-            text = f"unknown key `{name}: {_short(item['input'])}`; known: {', '.join(user_fields(model))}"
+            known = user_fields(model)
+            text = f"unknown key `{name}: {_short(item['input'])}`; {_meant_field(item['loc'], known)}known: {', '.join(known)}"
         elif not item["loc"]:
             text = f"`{name}`: {message}"
         else:
@@ -345,6 +376,18 @@ def _config_error(error: ValidationError, path: str, source: Source, model: type
         wheres.append(source.origin(name))
     text = lines[0] + "".join(f"; also {where}: {line}" for line, where in zip(lines[1:], wheres[1:], strict=True))
     return ConfigError(text, where=wheres[0], remedy="See config/README.md for every option.")
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """`Did you mean `lr`? ` for a word that is nearly a known one; empty when nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"Did you mean `{near[0]}`? " if near else ""
+
+
+def _meant_field(place: tuple[int | str, ...], known: list[str]) -> str:
+    """The same inside a sentence, for an unknown field of a section (not of what is nested in it)."""
+    hint = meant(str(place[-1]), known) if len(place) == 1 else ""
+    return f"{hint[:1].lower()}{hint[1:].rstrip()} " if hint else ""
 
 
 def user_fields(model: type[Params]) -> list[str]:

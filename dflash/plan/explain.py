@@ -30,7 +30,7 @@ def explain(node: Node, store: Path, manifest: RunManifest | None) -> str:
         return state
     if node.stage.stepwise and 0 < missing < len(node.steps):
         return f"{missing} of {len(node.steps)} steps are missing"
-    if node.has_results() and not node.stage.stepwise:
+    if not node.stage.stepwise and (node.has_results() or _has_outputs(node.directory)):
         return "its receipt is missing"
     old = _earlier(node, store, manifest)
     if old is None:
@@ -40,6 +40,12 @@ def explain(node: Node, store: Path, manifest: RunManifest | None) -> str:
     if modules:
         causes.append(f"code changed: {', '.join(modules)}")
     return "; ".join(causes) if causes else f"nothing of {node.key} stands in the store"
+
+
+def _has_outputs(directory: Path) -> bool:
+    """Whether a result's folder holds more than its params and the traces of attempts."""
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    return any(name != "params.json" and not name.startswith((".", "failure")) for name in names)
 
 
 def _training_state(node: Node) -> str | None:

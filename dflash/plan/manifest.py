@@ -1,21 +1,34 @@
 """The manifest of a run: every key, every receipt, every environment, in one file that explains the whole state.
 
-Built from the run's own `params.json` and the store alone, so that anybody who has the store can build it again. Costs one
-small read a receipt.
+Built from the run's own `params.json` and the store, so that anybody who has the store can build it again; the configuration as
+it was given is added by the plan. Costs one small read a receipt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash.base.environment import git_facts
-from dflash.base.records import Environment, ParamsFile, Receipt, RunManifest, StageEntry, now
-from dflash.base.store import STEPWISE_RECEIPTS, read_params, receipt_path, stage_directory
+from dflash.base.records import (
+    CheckpointManifest,
+    Environment,
+    ParamsFile,
+    Receipt,
+    RunManifest,
+    StageEntry,
+    TensorFact,
+    now,
+)
+from dflash.base.store import STEPWISE_RECEIPTS, checkpoint_directory, read_params, receipt_path, stage_directory
 
 
-def build_manifest(directory: Path, store: Path) -> RunManifest:
+def build_manifest(directory: Path, store: Path, source: Mapping[str, Any] | None = None) -> RunManifest:
     """Describes the run whose report lies (or will lie) in `directory`.
+
+    Args:
+        source: the run's configuration, every default filled in (`config.resolved_source`).
 
     Raises:
         CorruptError: a params file or receipt that the run needs is missing or damaged.
@@ -29,19 +42,26 @@ def build_manifest(directory: Path, store: Path) -> RunManifest:
         stage = name.split("/")[0]
         folder = stage_directory(store, stage, key)
         params_files[name] = ParamsFile.read(folder / "params.json").model_dump(mode="json")
-        receipts = {}
+        entry = StageEntry(name=name, stage=stage, key=key, receipts={})
         for step in steps if stage in STEPWISE_RECEIPTS else [None]:
             receipt = Receipt.read(receipt_path(folder, stage, step))
-            receipts[str(step) if step is not None else ""] = receipt.content_digest()
+            place = str(step) if step is not None else ""
+            entry.receipts[place] = receipt.content_digest()
+            entry.outputs[place] = receipt.outputs
             label = f"{receipt.host}/{receipt.environment}"
+            entry.environments[place] = label
             if label not in environments:
                 environments[label] = Environment.read(store / "environments" / f"{receipt.environment}.json")
-        entries.append(StageEntry(name=name, stage=stage, key=key, receipts=receipts))
+            if step is None:
+                entry.counts, entry.results = receipt.counts, receipt.results
+        entries.append(entry)
     return RunManifest(
         run=report.params["run"],
         runkey=report.key,
         created=now(),
         config={name: document["params"] for name, document in params_files.items()},
+        source=dict(source or {}),
+        tensors=_last_tensors(store, report.upstream.get("train"), steps),
         params_files=params_files,
         stages=entries,
         steps=steps,
@@ -50,6 +70,14 @@ def build_manifest(directory: Path, store: Path) -> RunManifest:
         adoptions=report.params["adoptions"],
         determinism=_determinism(environments),
     )
+
+
+def _last_tensors(store: Path, key: str | None, steps: list[int]) -> list[TensorFact]:
+    """The tensors of the last checkpoint; none when the run trains nothing or the checkpoint lies on another host only."""
+    if key is None or not steps:
+        return []
+    path = checkpoint_directory(stage_directory(store, "train", key), max(steps)) / "manifest.json"
+    return CheckpointManifest.read(path).tensors if path.exists() else []
 
 
 def _determinism(environments: dict[str, Environment]) -> Literal["bitwise", "tolerance", "statistical"]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.base.errors import CorruptError, DecisionNeeded
+from dflash.base.errors import CorruptError, DecisionNeeded, PermanentError
 from dflash.base.files import DigestCache, read_json, sha256_file
-from dflash.base.records import CheckpointManifest, Receipt, RunManifest
+from dflash.base.records import CheckpointManifest, ParamsFile, Receipt, RunManifest
 from dflash.base.store import (
     STEPWISE_RECEIPTS,
     checkpoint_directory,
@@ -182,7 +182,7 @@ def _fault(plan: Plan, node: Node, step: int | None, cache: DigestCache, deep: b
         receipt = Receipt.read(path)
         if receipt.key != node.key or receipt.stage != node.stage.name or receipt.step != step:
             return f"{path} is the receipt of {receipt.stage} {receipt.key} step {receipt.step}"
-        read_params(node.directory)
+        _refuse_collision(node, read_params(node.directory))
         if node.stage.name == "train" and step is not None:
             CheckpointManifest.read(checkpoint_directory(node.directory, step) / "manifest.json")
     except CorruptError as error:
@@ -199,6 +199,21 @@ def _fault(plan: Plan, node: Node, step: int | None, cache: DigestCache, deep: b
         if (sha256_file(file) if deep else cache.sha256(file)) != output.sha256:
             return f"{file} has other bytes than its receipt says"
     return _input_fault(node, step, receipt)
+
+
+def _refuse_collision(node: Node, standing: ParamsFile) -> None:
+    """Another result under the same key would be taken for this one; making either again cannot help.
+
+    Raises:
+        PermanentError: params, upstreams or code of the standing result are not those asked for.
+    """
+    asked = node.params
+    if (standing.params, standing.upstream, standing.code.digest) != (asked.params, asked.upstream, asked.code.digest):
+        raise PermanentError(
+            f"key collision: another {node.stage.name} has the key {node.key}",
+            where=str(node.directory / "params.json"),
+            remedy="Move that folder away, or change a seed so that the key changes.",
+        )
 
 
 def _manifest_fault(run: PlannedRun, path: Path) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from dflash.base.errors import ConfigError, DflashError
 from dflash.base.records import ParamsFile
 from dflash.plan import places
-from dflash.plan.config import load_config
+from dflash.plan.config import load_config, resolved_source
 from dflash.plan.costly import require_decisions
 from dflash.plan.graph import Node, Plan, build_plan
 
@@ -169,6 +169,11 @@ class Targets:
         if found is None:
             raise ConfigError(f"no result of this config needs {wildcards.key} on {wildcards.host}")
         return found
+
+    def source(self, wildcards: Any) -> str:
+        """JSON of a run's configuration with every default filled in, for its manifest."""
+        runs = {item.runkey: item.config for item in self.plan.runs}
+        return json.dumps(resolved_source(runs[wildcards.key]), sort_keys=True)
 
     def run_name(self, stage: str, wildcards: Any) -> str:
         """The runs that asked for the result, as one word."""

@@ -166,6 +166,39 @@ class Sample(Read):
         return self
 
 
+class Shipped(Read):
+    """What the report tells of a shipment's receipt. `bytes` counts the content; `verified` that every byte was compared."""
+
+    bytes: int
+    seconds: float
+    bytes_per_second: float
+    verified: bool
+    bytes_sent: int | None = None
+    source_host: str = "?"
+    route: str = "?"
+    plane: str = "?"
+    attempts: int = 1
+    finished: str = ""
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """One shipment: of which result (and step), to which host."""
+
+    name: str
+    step: int | None
+    host: str
+    shipped: Shipped
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The dataset that this run's dataset grew from, or that it is best compared with. what: in words."""
+
+    what: str
+    buckets: Buckets
+
+
 @dataclass
 class Audit:
     """What came of checking the receipts: how many there are, how many files by which check, and what is wrong."""
@@ -197,6 +230,8 @@ class Evidence:
     samples_step: int | None = None
     dataset: Dataset | None = None
     buckets: Buckets | None = None
+    parent: Parent | None = None
+    shipments: list[Shipment] = field(default_factory=list)
     shared_prompts: dict[str, int] | None = None
     damaged: set[Path] = field(default_factory=set)
 
@@ -272,7 +307,9 @@ def gather(manifest: RunManifest, store: Path, host: str = "local") -> Evidence:
     _check_inputs(evidence)
     _read_environments(evidence)
     _read_data(evidence)
+    _read_parent(evidence)
     _read_training(evidence)
+    _read_shipments(evidence)
     _read_evaluations(evidence)
     return evidence
 
@@ -413,6 +450,63 @@ def _read_data(evidence: Evidence) -> None:
     if entry is not None:
         path = evidence.directory(entry) / "buckets.json"
         evidence.buckets = evidence.attempt("buckets", path, lambda where: read_as(Buckets, where))
+
+
+def _read_parent(evidence: Evidence) -> None:
+    """The dataset to compare lengths with: that of the training this one continues, else of an earlier state of this run."""
+    own = evidence.first("buckets")
+    if own is None:
+        return
+    continued = evidence.params("train").get("continue_from")
+    if isinstance(continued, dict) and "key" in continued:
+        try:
+            params = ParamsFile.read(stage_directory(evidence.store, "train", str(continued["key"])) / "params.json")
+        except DflashError:
+            return
+        key, what = (
+            str(params.upstream.get("buckets", "")),
+            f"the dataset of train {params.key}, which this run continues",
+        )
+    else:
+        found = _earlier_state(evidence, own.key)
+        if found is None:
+            return
+        key, what = found
+    path = stage_directory(evidence.store, "buckets", key) / "buckets.json"
+    if key and key != own.key and path.exists():
+        buckets = evidence.attempt("buckets", path, lambda where: read_as(Buckets, where))
+        evidence.parent = Parent(what, buckets) if buckets is not None else None
+
+
+def _earlier_state(evidence: Evidence, own: str) -> tuple[str, str] | None:
+    """Key of the buckets of the newest earlier state of this run that had others, and what to call it."""
+    states = []
+    for path in (evidence.store.parent / "runs" / evidence.manifest.run).glob("*/manifest.json"):
+        if path.parent.is_symlink():
+            continue
+        try:
+            manifest = RunManifest.read(path)
+        except DflashError:
+            continue
+        key = next((entry.key for entry in manifest.stages if entry.stage == "buckets"), own)
+        if key != own and manifest.created < evidence.manifest.created:
+            states.append((manifest.created, key, manifest.runkey))
+    if not states:
+        return None
+    created, key, runkey = max(states)
+    return key, f"the dataset of the state before ({runkey}, {created[:10]})"
+
+
+def _read_shipments(evidence: Evidence) -> None:
+    """Records of shipments of this run's results: `ship/<key>/<host>/receipt.json` and `step_<n>.json`."""
+    for entry in evidence.manifest.stages:
+        for path in sorted((evidence.store / "ship" / entry.key).glob("*/*.json")):
+            step = path.stem.removeprefix("step_")
+            read = evidence.attempt("shipments", path, lambda where: read_as(Shipped, where))
+            if read is not None:
+                number = int(step) if step.isdigit() else None
+                evidence.shipments.append(Shipment(entry.name, number, path.parent.name, read))
+    evidence.shipments.sort(key=lambda item: (item.name, item.step or 0, item.host))
 
 
 def _shared_prompts(evidence: Evidence, train: Path) -> dict[str, int] | None:

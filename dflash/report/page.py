@@ -9,13 +9,14 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
 
 from dflash.base.records import Environment, MetricsLine, StageEntry
 from dflash.report.checks import Check, all_checks, bound, summary
-from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Sample, Side, Trouble
+from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Parent, Sample, Side, Trouble
 from dflash.report.figures import Series, bar_chart, line_chart, thin
 from dflash.report.report_params import ReportParams
 from dflash.report.tables import Cell, TauTable, cell_text, heading, online_decodes, shown_steps, tau_tables
@@ -26,6 +27,7 @@ SECTIONS = (
     ("evaluation", "Evaluation"),
     ("data", "Data"),
     ("training", "Training"),
+    ("shipments", "Shipments"),
     ("samples", "Samples"),
     ("environments", "Environments"),
     ("config", "Configuration"),
@@ -92,6 +94,10 @@ class Page:
     bucket_tables: list[Table] = field(default_factory=list)
     bucket_words: str = ""
     training_words: str = ""
+    rates: str = ""
+    shipment_words: str = ""
+    shipment_table: Table | None = None
+    host_table: Table | None = None
     training_figures: list[Figure] = field(default_factory=list)
     checkpoint_table: Table | None = None
     samples: list[SampleView] = field(default_factory=list)
@@ -135,6 +141,7 @@ def build(evidence: Evidence, frame: pd.DataFrame, params: ReportParams, *, crea
     _add_evaluation(page, frame)
     _add_data(page, evidence)
     _add_training(page, evidence)
+    _add_shipments(page, evidence)
     _add_environments(page, evidence)
     _add_config(page, evidence)
     return page
@@ -428,6 +435,7 @@ def _add_training(page: Page, evidence: Evidence) -> None:
     if lines:
         _add_curves(page, lines)
         page.training_words = _training_words(lines)
+        page.rates = _rates(lines)
     rows = []
     for step, item in sorted(evidence.checkpoints.items()):
         size = sum(file.size for file in item.drafter.files)
@@ -453,6 +461,22 @@ def _training_words(lines: Sequence[MetricsLine]) -> str:
         f"{len(lines):,} steps in {seconds:,.1f} s of step time; {tokens:,} tokens; {padding:.1%} padding on average; "
         f"{len(attempts)} {'attempt' if len(attempts) == 1 else 'attempts'}; last loss {last.loss:.4g} at step {last.step:,}."
     )
+
+
+def _rates(lines: Sequence[MetricsLine]) -> str:
+    """Throughput by role, and who waits, for the first screen."""
+    told = []
+    for role in sorted({role for line in lines for role in line.tokens_per_second}):
+        values = sorted(line.tokens_per_second[role] for line in lines if role in line.tokens_per_second)
+        told.append(f"{role} {values[len(values) // 2]:,.0f} tokens/s")
+    seconds = sum(line.seconds for line in lines)
+    waiting = {reason for line in lines for reason in line.stalled_seconds}
+    shares = {
+        reason: sum(line.stalled_seconds.get(reason, 0.0) for line in lines) / seconds for reason in waiting if seconds
+    }
+    worst = max(shares, key=lambda reason: shares[reason], default=None)
+    starving = f" Most waiting: {worst}, {shares[worst]:.0%} of the time." if worst and shares[worst] >= 0.01 else ""
+    return f"Throughput by role, median of {len(lines):,} steps: {', '.join(told)}.{starving}" if told else ""
 
 
 def _curve(name: str, points: Sequence[tuple[float, float]]) -> Series:
@@ -510,7 +534,7 @@ def _add_data(page: Page, evidence: Evidence) -> None:
     if evidence.dataset is not None:
         page.dataset_tables = [_source_table(evidence.dataset), _side_table(evidence.dataset)]
     if evidence.buckets is not None:
-        _add_buckets(page, evidence.buckets, evidence.params("buckets"))
+        _add_buckets(page, evidence.buckets, evidence.params("buckets"), evidence.parent)
 
 
 def _source_table(dataset: Dataset) -> Table:
@@ -552,15 +576,8 @@ def _side_row(name: str, side: Side) -> tuple[str, ...]:
     return name, *counts, cut, f"{side.length.mean:,.1f}", *quantiles, f"{side.length.max:,}"
 
 
-def _add_buckets(page: Page, found: Buckets, batching: Mapping[str, Any]) -> None:
-    lengths = [f"{low + 1}-{high}" for low, high in zip(found.histogram.edges, found.histogram.edges[1:], strict=False)]
-    used = max((index for index, count in enumerate(found.histogram.counts) if count), default=-1) + 1
-    samples = [float(count) for count in found.histogram.counts[:used]]
-    svg = bar_chart(
-        "Samples by length", lengths[:used], [("samples", samples)], x_label="length, tokens", y_label="samples"
-    )
-    caption = f"Training samples by length of prompt and completion, in tokens; n = {found.samples:,} samples."
-    page.bucket_figures.append(Figure(svg, caption))
+def _add_buckets(page: Page, found: Buckets, batching: Mapping[str, Any], parent: Parent | None) -> None:
+    page.bucket_figures.append(_length_figure(found, parent))
     names = [f"{bucket.above + 1}-{bucket.up_to}" for bucket in found.buckets]
     groups = [
         ("samples", [100 * bucket.sample_share for bucket in found.buckets]),
@@ -576,6 +593,51 @@ def _add_buckets(page: Page, found: Buckets, batching: Mapping[str, Any]) -> Non
         f"batches hold is padding, and they fill {found.budget_share:.1%} of the token budget. {found.cut_samples:,} samples "
         f"were cut to the longest allowed length, losing {found.cut_tokens:,} tokens."
     )
+
+
+def _length_figure(found: Buckets, parent: Parent | None) -> Figure:
+    """Samples by length; beside the parent dataset, as shares, when there is one."""
+    edges = list(found.histogram.edges)
+    own = [float(count) for count in found.histogram.counts]
+    others = _on_edges(parent.buckets, edges) if parent is not None else []
+    used = max((index for index, count in enumerate(own) if count or (others and others[index] > 0)), default=-1) + 1
+    lengths = [f"{low + 1}-{high}" for low, high in pairwise(edges)][:used]
+    words = f"Training samples by length of prompt and completion, in tokens; n = {found.samples:,} samples"
+    if parent is None:
+        svg = bar_chart(
+            "Samples by length", lengths, [("samples", own[:used])], x_label="length, tokens", y_label="samples"
+        )
+        return Figure(svg, f"{words}.")
+    groups = [
+        ("this run", [100 * value / max(sum(own), 1) for value in own[:used]]),
+        ("parent", [100 * value / max(parent.buckets.samples, 1) for value in others[:used]]),
+    ]
+    svg = bar_chart(
+        "Samples by length against the parent dataset", lengths, groups, x_label="length, tokens", y_label="share, %"
+    )
+    shift = f"mean length {parent.buckets.tokens / max(parent.buckets.samples, 1):,.1f} then, "
+    shift += f"{found.tokens / max(found.samples, 1):,.1f} now"
+    return Figure(svg, f"{words}, against {parent.what}, n = {parent.buckets.samples:,}; {shift}.")
+
+
+def _on_edges(found: Buckets, edges: Sequence[int]) -> list[float]:
+    """Another dataset's histogram on these edges, its bars spread evenly over their lengths; what lies beyond ends in the last."""
+    below = [0.0]
+    for count in found.histogram.counts:
+        below.append(below[-1] + count)
+    theirs = found.histogram.edges
+
+    def up_to(length: float) -> float:
+        for index, (low, high) in enumerate(pairwise(theirs)):
+            if length <= high:
+                share = max(0.0, (length - low) / (high - low)) if high > low else 1.0
+                return below[index] + share * found.histogram.counts[index]
+        return below[-1]
+
+    counts = [up_to(high) - up_to(low) for low, high in pairwise(edges)]
+    if counts:
+        counts[-1] += below[-1] - up_to(edges[-1])
+    return counts
 
 
 def _bucket_table(found: Buckets, batching: Mapping[str, Any]) -> Table:
@@ -602,6 +664,42 @@ def _bucket_table(found: Buckets, batching: Mapping[str, Any]) -> Table:
 def share(part: float, whole: float) -> str:
     """`12.5%`, or `-` of nothing."""
     return f"{part / whole:.1%}" if whole else "-"
+
+
+# ---- shipments
+
+
+def _add_shipments(page: Page, evidence: Evidence) -> None:
+    listed = evidence.shipments
+    if not listed:
+        page.shipment_words = "Nothing was shipped: every result was made where it was needed."
+        return
+    total = sum(item.shipped.bytes for item in listed)
+    seconds = sum(item.shipped.seconds for item in listed)
+    verified = sum(item.shipped.verified for item in listed)
+    page.shipment_words = (
+        f"{len(listed):,} shipments, {_bytes(total)} in {seconds:,.0f} s, {_bytes(total / (seconds or 1))}/s on average; "
+        f"{verified:,} of {len(listed):,} verified byte by byte at the destination."
+    )
+    rows = tuple(
+        (
+            item.name + (f" step {item.step:,}" if item.step is not None else ""),
+            f"{item.shipped.source_host} to {item.host}",
+            _bytes(item.shipped.bytes),
+            f"{item.shipped.seconds:,.1f} s",
+            f"{_bytes(item.shipped.bytes_per_second)}/s",
+            "yes" if item.shipped.verified else "NO",
+            f"{item.shipped.plane}, {item.shipped.route}",
+            str(item.shipped.attempts),
+        )
+        for item in listed
+    )
+    kept = tuple(rows[index] for index in shown_steps(len(rows)))
+    headings = ("result", "hosts", "size", "time", "rate", "verified", "by", "attempts")
+    caption = "What was copied between hosts. Verified: every chunk was hashed at the destination before the copy was put in place"
+    whole = Table("all shipments", f"{caption}.", headings, rows) if len(kept) < len(rows) else None
+    shown = f"; {len(kept)} of {len(rows)}" if whole is not None else ""
+    page.shipment_table = Table("shipments", f"{caption}{shown}.", headings, kept, more=whole)
 
 
 # ---- samples
@@ -660,6 +758,7 @@ def _add_environments(page: Page, evidence: Evidence) -> None:
             known.add(item.digest())
     if not named:
         return
+    page.host_table = _host_table(evidence)
     used: dict[str, set[str]] = {}
     for (name, _), receipt in evidence.receipts.items():
         used.setdefault(receipt.environment, set()).add(f"{name.split('/')[0]} ({receipt.host})")
@@ -681,6 +780,23 @@ def _add_environments(page: Page, evidence: Evidence) -> None:
         caption = "Distributions whose versions differ between environments."
         page.package_table = Table("packages that differ", caption, ("distribution", *named), tuple(unequal))
     _add_distributions(page, named)
+
+
+def _host_table(evidence: Evidence) -> Table:
+    """Which host made what, in which environments."""
+    hosts: dict[str, dict[str, set[str]]] = {}
+    for (name, _), receipt in evidence.receipts.items():
+        stages = hosts.setdefault(receipt.host, {})
+        stages.setdefault(receipt.environment, set()).add(name.split("/")[0])
+    rows = tuple(
+        (host, environment, ", ".join(sorted(stages, key=lambda stage: _place(stage))))
+        for host, found in sorted(hosts.items())
+        for environment, stages in sorted(found.items())
+    )
+    caption = "Environments by host: which host made the results of which stages, in which environment."
+    return Table(
+        "environments by host", caption, ("host", "environment", "stages"), rows, short=frozenset({"environment"})
+    )
 
 
 def _add_distributions(page: Page, named: Mapping[str, Environment]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -220,16 +221,23 @@ def is_full(error: BaseException) -> bool:
 
 
 def tensor_facts(tensors: Mapping[str, Tensor]) -> list[TensorFact]:
-    """Name, shape, dtype and bytes of each tensor, by name."""
+    """Name, shape, dtype, bytes and digest of each tensor, by name. Reads every byte (about 1 GB/s)."""
     return [
         TensorFact(
             name=name,
             shape=list(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             bytes=tensor.numel() * tensor.element_size(),
+            sha256=tensor_digest(tensor),
         )
         for name, tensor in sorted(tensors.items())
     ]
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """sha256 of a tensor's bytes as a safetensors file holds them: row by row, little-endian."""
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 # ---------------------------------------------------------------- state

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import evaluation
+import evidence
 import ship
 import stream
 import yaml
@@ -85,7 +86,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         base = Path(scratch)
         start = timed(bare, base, 5)
-        line("dflash --help over an empty Python", timed([*dflash, "--help"], ROOT, 5), start)
+        helped = timed([*dflash, "--help"], ROOT, 5)
+        line("dflash --help over an empty Python", helped, start)
+        evidence.main(base, statistics.median(helped))
         large = workspace(base / "large", thousand_checkpoints)
         small = workspace(base / "small")
         plain = timed([*dflash, "plan"], small, 5)

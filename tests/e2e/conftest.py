@@ -26,6 +26,17 @@ from sshd import Sshd, why_not
 from dflash.hosts.lease import holder
 from dflash.plan.code import source_root
 
+SECRETS = {
+    "HF_TOKEN": "hf_SecretSecretSecretSecretSecret01",
+    "WANDB_API_KEY": "5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2",
+    "AWS_SECRET_ACCESS_KEY": "SecretSecret/SecretSecret+SecretSecret02",
+    "GITHUB_TOKEN": "ghp_SecretSecretSecretSecretSecret03",
+    "OPENAI_API_KEY": "sk-proj-SecretSecretSecretSecret04",
+    "SSH_PASSPHRASE": "correct horse battery staple 05",
+    "PIP_INDEX_URL": "https://someone:SecretSecret06@packages.example.org/simple",
+    "TRITON_CACHE_DIR": "/tmp/cache?token=SecretSecretSecretSecretSecret07",
+}
+"""What a careless environment holds: every command of these tests runs in it, and no file may."""
 PATIENCE = float(os.environ.get("DFLASH_TEST_PATIENCE", "1"))
 """What every limit of time is multiplied by, for a machine that has other things to do."""
 CODE = ("dflash", "workflow", "profiles", "Snakefile", "requirements.lock")
@@ -55,6 +66,7 @@ class Workspace:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("DFLASH_", "PYTHONPATH"))}
         return {
             **kept,
+            **SECRETS,
             "PYTHONPATH": str(self.code),
             "XDG_CACHE_HOME": str(self.cache),
             "DFLASH_LEASES": str(self.cache / "leases"),
@@ -62,7 +74,7 @@ class Workspace:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
-    def call(self, *arguments: str, expect: int | None = 0, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    def call(self, *arguments: str, expect: int | None = 0, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """`dflash ...`; fails the test with all output when the exit code is not the expected one."""
         return self._run([sys.executable, "-m", "dflash", *arguments], expect, timeout)
 
@@ -70,7 +82,7 @@ class Workspace:
         """Plain `snakemake`, with the profile that loads by itself in a clone."""
         profile = ["--workflow-profile", str(self.code / "profiles/default")]
         command = [sys.executable, "-m", "snakemake", "-s", str(self.code / "Snakefile"), *profile, *arguments]
-        return self._run(command, expect, 240)
+        return self._run(command, expect, 600)
 
     def _run(self, command: list[str], expect: int | None, timeout: float) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(

@@ -107,6 +107,15 @@ class Story:
     extra: list[dict[str, Any]] = field(
         default_factory=list
     )  # changes to a chain row: one more row each, at the last step
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Fields of every environment that are other than the usual; mappings are merged."""
+    batching: dict[str, Any] = field(default_factory=dict)
+    mean_length: float = 91.4
+    rate: float = 1.0
+    """Factor on the throughput of training."""
+    tensors: list[TensorFact] = field(
+        default_factory=lambda: [TensorFact(name="fc.weight", shape=[160, 800], dtype="bfloat16", bytes=256_000)]
+    )
 
 
 @dataclass
@@ -157,17 +166,20 @@ class Writer:
         return directory
 
     def environment(self, kernels: dict[str, Any]) -> str:
-        item = Environment(
-            python="3.11.9",
-            platform="Linux-6.1-x86_64",
-            cpu="Some CPU @ 2.4 GHz",
-            cores=2,
-            memory_bytes=8 << 30,
-            distributions={f"package-{index}": f"1.{index}" for index in range(120)} | {"torch": "2.13.0"},
-            torch={"version": "2.13.0+cpu", "cuda": None, "threads": 1, "deterministic": False},
-            kernels=kernels,
-            git=self.story.git,
-        )
+        fields: dict[str, Any] = {
+            "python": "3.11.9",
+            "platform": "Linux-6.1-x86_64",
+            "cpu": "Some CPU @ 2.4 GHz",
+            "cores": 2,
+            "memory_bytes": 8 << 30,
+            "distributions": {f"package-{index}": f"1.{index}" for index in range(120)} | {"torch": "2.13.0"},
+            "torch": {"version": "2.13.0+cpu", "cuda": None, "threads": 1, "deterministic": False},
+            "kernels": kernels,
+            "git": self.story.git,
+        }
+        for name, value in self.story.environment.items():
+            fields[name] = {**fields[name], **value} if isinstance(fields.get(name), dict) else value
+        item = Environment(**fields)
         name = item.digest()[:12]
         item.write(self.store / "environments" / f"{name}.json")
         self.environments[name] = item
@@ -265,15 +277,15 @@ def _write_data(writer: Writer) -> None:
         f"completions/{source}", ["completions.parquet"], counts=counts, results=results, kernels=TORCH_KERNELS
     )
     directory = writer.stage("dataset", DatasetParams().keyed_values(), [f"completions/{source}"])
-    _write_dataset(directory, source)
+    _write_dataset(directory, source, writer.story.mean_length)
     counts = Counts(total=1900, ok=1824, skipped=76, reasons={"duplicate": 70, "short": 6})
     writer.receipt("dataset", ["train.parquet", "dataset.json"], counts=counts)
-    directory = writer.stage("buckets", BucketsParams().keyed_values(), ["dataset"])
+    directory = writer.stage("buckets", BucketsParams(**writer.story.batching).keyed_values(), ["dataset"])
     write_json(directory / "buckets.json", BUCKETS)
     writer.receipt("buckets", ["buckets.json"])
 
 
-def _write_dataset(directory: Path, source: str) -> None:
+def _write_dataset(directory: Path, source: str, mean: float) -> None:
     rows = [
         {
             "id": _identity(index, "train"),
@@ -286,10 +298,10 @@ def _write_dataset(directory: Path, source: str) -> None:
         for index in range(40)
     ]
     pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES), directory / "train.parquet")
-    length = {"mean": 91.4, "min": 12, "max": 256, "quantiles": {"0.05": 21, "0.5": 84, "0.95": 210}}
+    length = {"mean": mean, "min": 12, "max": 256, "quantiles": {"0.05": 21, "0.5": int(mean) - 7, "0.95": 210}}
     side = {"tokens": 150_000, "trainable_tokens": 101_000, "truncated": 55, "truncated_share": 0.03, "length": length}
     dataset = {
-        "digest": "ef" * 32,
+        "digest": hashlib.sha256(f"{source} {mean}".encode()).hexdigest(),
         "samples": 1824,
         "sources": {
             source: {"total": 1900, "train": 1640, "validation": 184, "skipped": {"duplicate": 70, "short": 6}}
@@ -365,7 +377,7 @@ def _write_training(writer: Writer) -> None:
             kernels=story.train_kernels,
             environment=environment,
             lineage=Lineage(attempts=[{"attempt": 1}]),
-            tensors=[TensorFact(name="fc.weight", shape=[160, 800], dtype="bfloat16", bytes=256_000)],
+            tensors=story.tensors,
             drafter=Artifact(
                 root="00" * 32, files=[ArtifactFile(path="model.safetensors", size=1_700_000, chunks=["0"])]
             ),
@@ -373,11 +385,11 @@ def _write_training(writer: Writer) -> None:
         ).write(directory / f"step_{step}" / "manifest.json")
         writer.receipt("train", [f"step_{step}/manifest.json"], step=step, kernels=story.train_kernels)
     noise = random.Random(0)
-    lines = [_metrics_line(step, max(story.steps), noise) for step in range(1, max(story.steps) + 1)]
+    lines = [_metrics_line(step, max(story.steps), noise, story.rate) for step in range(1, max(story.steps) + 1)]
     (directory / "metrics.jsonl").write_text("".join(f"{line.model_dump_json()}\n" for line in lines))
 
 
-def _metrics_line(step: int, steps: int, noise: random.Random) -> MetricsLine:
+def _metrics_line(step: int, steps: int, noise: random.Random, rate: float) -> MetricsLine:
     learned = 1 - math.exp(-3 * step / steps)
     accuracy = [learned * 0.8 * math.exp(-slot / 5) + noise.uniform(-0.03, 0.03) for slot in range(BLOCK - 1)]
     return MetricsLine(
@@ -391,10 +403,13 @@ def _metrics_line(step: int, steps: int, noise: random.Random) -> MetricsLine:
         anchors=512,
         tokens=9000,
         seconds=0.21,
-        tokens_per_second={"target": 21_000 + noise.uniform(-800, 800), "drafter": 14_000 + noise.uniform(-800, 800)},
+        tokens_per_second={
+            "target": rate * (21_000 + noise.uniform(-800, 800)),
+            "drafter": rate * (14_000 + noise.uniform(-800, 800)),
+        },
         padding_share=0.1,
         batch_ids=["a", "b"],
-        buckets=[0, 1],
+        buckets=[step % 4],
     )
 
 

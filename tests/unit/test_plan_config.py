@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from plan_store import make_folder, plan_of
 
+from dflash.base.errors import ConfigError
 from dflash.base.yaml_source import load_yaml, merge
+from dflash.plan.config import load_config, resolved_source
+from dflash.plan.graph import build_plan
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +53,29 @@ def test_a_list_is_replaced_whole_with_the_origins_of_its_items(folder: Path) ->
     merged = merge(load_yaml(Path("base.yaml")), load_yaml(Path("over.yaml")))
     assert merged.values == {"prompts": [{"name": "three"}]}
     assert not any(origin.startswith("base.yaml") for origin in merged.origins.values())
+
+
+def test_the_configuration_in_a_manifest_planned_again_asks_for_the_same_keys() -> None:
+    plan = plan_of(train={"lr": "2e-3"})
+    again = resolved_source(plan.runs[0].config)
+    Path("again.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(again))))
+    planned = build_plan(load_config([Path("again.yaml")]))
+    assert {name: node.key for name, node in planned.runs[0].nodes.items()} == {
+        name: node.key for name, node in plan.runs[0].nodes.items()
+    }
+    assert again["train"]["clip"] == 1.0, "a default is written out, so that a later default changes nothing"
+    assert again["prompts"][0]["path"] == "config/micro/short.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"train": {"token_budgets": 3, "warmupp": 3}}, "did you mean `warmup`?"),
+        ({"evalute": {}}, "Did you mean `evaluate`?"),
+    ],
+    ids=["in a section", "a section"],
+)
+def test_a_misspelt_key_is_answered_with_the_nearest_known_one(changes: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(**changes)
+    assert hint in caught.value.message()

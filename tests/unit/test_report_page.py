@@ -16,6 +16,7 @@ import pytest
 from report_store import FLA_KERNELS, TORCH_KERNELS, Made, Story, make_run, rewrite_json
 
 from dflash.base.errors import CorruptError, PermanentError
+from dflash.base.files import write_json
 from dflash.base.stage import HostContext, Inputs
 from dflash.report.figures import Series, bar_chart, line_chart, thin, tick_texts
 from dflash.report.page import visible
@@ -405,3 +406,64 @@ def test_kernels_that_differ_between_training_and_evaluation_are_the_first_thing
     page = make_run(tmp_path, Story(judge_kernels={"fla": FLA_KERNELS})).report()
     body = page[page.index("<body>") :]
     assert body.index("trained on torch, judged on fla") < body.index("<nav")
+
+
+# ---- what came with evidence: shipments, the parent dataset, hosts, rates
+
+
+def test_shipments_are_told_with_size_rate_and_whether_they_were_verified(tmp_path: Path) -> None:
+    made = make_run(tmp_path)
+    assert "Nothing was shipped" in Outline(made.report()).text
+    for step, verified in ((250, True), (300, False)):
+        record = {"bytes": 3_500_000_000, "seconds": 35.0, "bytes_per_second": 1e8, "verified": verified, "files": 2}
+        write_json(made.store / "ship" / made.directory("train").name / "judge" / f"step_{step}.json", record)
+    text = Outline(made.report()).text
+    assert "2 shipments, 7 GB in 70 s, 100 MB/s on average; 1 of 2 verified byte by byte" in text
+    assert "train step 300 ? to judge 3.5 GB 35.0 s 100 MB/s NO" in text
+
+
+def test_a_damaged_record_of_a_shipment_is_named(tmp_path: Path) -> None:
+    made = make_run(tmp_path)
+    write_json(made.store / "ship" / made.directory("train").name / "judge" / "step_300.json", {"bytes": "many"})
+    assert "judge/step_300.json" in made.report()
+
+
+def test_lengths_are_drawn_against_the_dataset_of_the_state_before(tmp_path: Path) -> None:
+    made = make_run(tmp_path)
+    assert "against the dataset" not in made.report()
+    before = make_run(tmp_path / "before", Story(batching={"seed": 3}))
+    old = before.directory("buckets")
+    shutil.copytree(old, made.store / "buckets" / old.name)
+    rewrite_json(
+        made.store / "buckets" / old.name / "buckets.json",
+        lambda document: (
+            document | {"samples": 410, "tokens": 41_000, "histogram": {"edges": [0, 128, 256], "counts": [410, 0]}}
+        ),
+    )
+    earlier = before.manifest.model_copy(update={"created": "2025-12-01T00:00:00.000+00:00", "runkey": "ba9876543210"})
+    earlier.write(tmp_path / "runs/demo/ba9876543210/manifest.json")
+    html = made.report()
+    assert "against the dataset of the state before (ba9876543210, 2025-12-01), n = 410" in html
+    assert "mean length 100.0 then, 91.5 now" in html
+    # 16 bars of 8 tokens each hold a sixteenth of what the parent has up to 128 tokens
+    assert re.search(r"parent: 1-8 6\.2", html)
+
+
+def test_the_first_screen_tells_throughput_by_role_and_hosts_are_told_by_environment(tmp_path: Path) -> None:
+    html = make_run(tmp_path).report()
+    head = html[: html.index("<main>")]
+    assert re.search(
+        r"Throughput by role, median of 300 steps: drafter 1[34],\d{3} tokens/s, target 2[01],\d{3} tokens/s", head
+    )
+    assert "environments by host" in html.lower()
+
+
+def test_a_page_of_two_hundred_evaluations_stays_under_two_megabytes(tmp_path: Path) -> None:
+    made = make_run(tmp_path, Story(steps=list(range(5, 1005, 5))))
+    for step in made.manifest.steps:
+        record = {"bytes": 3_500_000_000, "seconds": 35.0, "bytes_per_second": 1e8, "verified": True}
+        write_json(made.store / "ship" / made.directory("train").name / "judge" / f"step_{step}.json", record)
+    started = time.monotonic()
+    html = made.report()
+    assert len(html.encode()) < 2_000_000
+    assert time.monotonic() - started < 60

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from train_store import TINY, Training, again, identity, make_training
+from train_store import TINY, Training, again, identity, make_training, put_receipt
 
+from dflash.base.environment import collect, store_environment
 from dflash.base.errors import CorruptError, PermanentError
-from dflash.base.records import CheckpointManifest, Environment
+from dflash.base.records import CheckpointManifest, Environment, Receipt
 from dflash.model import probe as common
 from dflash.model.identity import target_source
 from dflash.model.probe import ACROSS_KERNELS, TOLERANCE, Probe, kernel_gap, largest_drift, probe_features, probe_tokens
@@ -266,3 +267,23 @@ def test_a_target_that_is_loaded_again_must_give_the_features_of_its_references(
     target.model.model.layers[0].mlp.up_proj.weight.data[3] += 0.1
     with pytest.raises(PermanentError, match="other features than when its references were made"):
         common.check_target(target, tmp_path)
+
+
+def test_an_evaluation_that_stops_names_the_torch_and_the_kernel_form_that_changed(tmp_path: Path) -> None:
+    target = hybrid()
+    folder = tmp_path / "references/0123"
+    folder.mkdir(parents=True)
+    recorded(target).write(folder / "probe.safetensors")
+    kernels = {"target": {**target.kernels.to_dict(), "form": "recurrent"}}
+    made = collect(kernels)
+    made = made.model_copy(update={"torch": {**made.torch, "version": "2.11.0"}})
+    put_receipt(folder, "references", [])
+    receipt = Receipt.read(folder / "receipt.json").model_copy(
+        update={"environment": store_environment(tmp_path, made)}
+    )
+    receipt.write(folder / "receipt.json")
+    target.model.model.layers[0].mlp.up_proj.weight.data[3] += 0.1
+    with pytest.raises(PermanentError) as caught:
+        common.check_target(target, folder)
+    assert f"torch.version 2.11.0 -> {torch.__version__}" in caught.value.message()
+    assert "kernels.target.form recurrent -> chunked" in caught.value.message()

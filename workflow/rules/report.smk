@@ -15,13 +15,21 @@ rule manifest:
         params=ancient(f"{RESULTS}/runs/{{run}}/{{key}}/params.json"),
         upstream=TARGETS.manifest_upstream,
     output:
-        f"{RESULTS}/runs/{{run}}/{{key}}/manifest.json",
+        report(
+            f"{RESULTS}/runs/{{run}}/{{key}}/manifest.json",
+            caption="../report/manifest.rst",
+            category="{run}",
+            labels={"file": "manifest", "state": "{key}"},
+        ),
     log:
         f"{RESULTS}/logs/manifest/{{run}}/{{key}}.log",
     benchmark:
         f"{RESULTS}/benchmarks/manifest/{{run}}/{{key}}.tsv"
+    params:
+        source=lambda wildcards: TARGETS.source(wildcards),
     shell:
-        "exec {sys.executable} -m dflash write-manifest {input.params} --store {STORE} 2> >(tee {log} >&2)"
+        "exec {sys.executable} -m dflash write-manifest {input.params} --store {STORE} --source {params.source:q} "
+        "2> >(tee {log} >&2)"
 
 
 rule report:
@@ -31,7 +39,19 @@ rule report:
         upstream=TARGETS.upstream("report", FULL),
         manifest=TARGETS.report_manifest,
     output:
-        f"{RESULTS}/runs/{{run}}/{{key}}/receipt.json",
+        receipt=f"{RESULTS}/runs/{{run}}/{{key}}/receipt.json",
+        page=report(
+            f"{RESULTS}/runs/{{run}}/{{key}}/report.html",
+            caption="../report/page.rst",
+            category="{run}",
+            labels={"file": "page", "state": "{key}"},
+        ),
+        evaluations=report(
+            f"{RESULTS}/runs/{{run}}/{{key}}/evaluations.csv",
+            caption="../report/evaluations.rst",
+            category="{run}",
+            labels={"file": "evaluations", "state": "{key}"},
+        ),
     log:
         f"{RESULTS}/logs/report/{{run}}/{{key}}.log",
     benchmark:

@@ -1,0 +1,121 @@
+"""`dflash gc`: what nothing needs is listed with its size; what a run, a config, a training or a person needs stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_store import make_folder, plan_of, stand
+
+from dflash.base.errors import CorruptError
+from dflash.base.records import RunManifest, StageEntry, now
+from dflash.hosts import lease
+from dflash.plan.gc import delete, find_garbage
+from dflash.plan.graph import Plan
+
+RESULTS = Path("results")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(make_folder(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def stand_data(plan: Plan) -> None:
+    for name in ("prompts/short", "completions/short", "dataset", "buckets"):
+        stand(plan.runs[0].nodes[name])
+
+
+def listed(plan: Plan | None = None) -> list[str]:
+    return sorted(str(item.path.relative_to("results/store")) for item in find_garbage(RESULTS, plan))
+
+
+def finish(plan: Plan) -> Path:
+    """The manifest of a run's state, as its last job writes it."""
+    run = plan.runs[0]
+    fields: dict[str, Any] = {"config": {}, "params_files": {}, "git": {}, "environments": {}, "adoptions": []}
+    entries = [
+        StageEntry(name=name, stage=node.stage.name, key=node.key, receipts={})
+        for name, node in run.nodes.items()
+        if name != "report"
+    ]
+    path = run.directory / "manifest.json"
+    RunManifest(
+        run=run.name, runkey=run.runkey, created=now(), stages=entries, steps=run.steps, determinism="bitwise", **fields
+    ).write(path)
+    return path
+
+
+def test_what_a_runs_manifest_names_stays_though_the_config_has_moved_on() -> None:
+    old = plan_of()
+    stand_data(old)
+    finish(old)
+    assert listed(plan_of(batching={"quantiles": 1})) == []
+
+
+def test_a_trial_that_no_run_finished_and_no_config_asks_for_is_garbage_with_its_size() -> None:
+    trial = plan_of(batching={"quantiles": 1})
+    stand_data(trial)
+    plan = plan_of()
+    stand_data(plan)
+    (found,) = find_garbage(RESULTS, plan)
+    assert found.path == trial.runs[0].nodes["buckets"].directory
+    assert found.size == sum(path.stat().st_size for path in found.path.iterdir())
+    assert found.files == 3
+    delete([found])
+    assert not found.path.exists()
+    assert listed(plan) == []
+    assert plan.runs[0].nodes["buckets"].receipt().exists()
+
+
+def test_a_training_at_work_keeps_itself_and_all_it_was_made_from() -> None:
+    plan = plan_of()
+    stand_data(plan)
+    train = plan.runs[0].nodes["train"]
+    train.params.write(train.directory / "params.json")
+    everything = {"train", "buckets", "dataset", "completions", "prompts"}
+    assert {path.partition("/")[0] for path in listed()} == everything
+    held = lease.acquire([train.directory / "lease.json"], lease.new_record("cpu", train.key, "micro"))
+    try:
+        assert listed() == []
+    finally:
+        held.release()
+    assert {path.partition("/")[0] for path in listed()} == everything
+
+
+def test_the_parent_of_a_continued_training_stays() -> None:
+    plan = plan_of()
+    parent = plan.runs[0].nodes["train"]
+    parent.params.write(parent.directory / "params.json")
+    child = parent.params.model_copy(
+        update={"key": "c" * 12, "params": parent.params.params | {"continue_from": {"key": parent.key, "step": 2}}}
+    )
+    child.write(RESULTS / "store/train" / child.key / "params.json")
+    path = finish(plan)
+    text = path.read_text().replace(parent.key, child.key)
+    path.write_text(text)
+    assert listed() == []
+
+
+def test_what_a_person_imported_is_never_garbage() -> None:
+    (RESULTS / "store/imported/0123").mkdir(parents=True)
+    (RESULTS / "store/imported/0123/import.json").write_text("{}")
+    assert listed() == []
+
+
+def test_environments_go_with_the_last_receipt_that_names_them() -> None:
+    environments = RESULTS / "store/environments"
+    environments.mkdir(parents=True)
+    (environments / "abcdefabcdef.json").write_text("{}")
+    assert listed() == ["environments/abcdefabcdef.json"]
+
+
+def test_a_manifest_that_cannot_be_read_stops_everything() -> None:
+    plan = plan_of()
+    stand_data(plan)
+    finish(plan).write_text('{"schema_version": 1, "run"')
+    with pytest.raises(CorruptError, match=r"manifest.json.*nothing is deleted"):
+        find_garbage(RESULTS, plan)
