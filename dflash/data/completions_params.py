@@ -21,6 +21,8 @@ class CompletionsParams(Params):
     thinking: bool = Field(False, description="passed to the chat template as `enable_thinking`")
     dtype: Dtype = Field("float32", description="precision of the target")
     kernels: Kernels = Field("torch", description="linear attention kernels that must be bound")
+    shard: int = derived(0)
+    shards: int = derived(1)
     max_truncated_share: float = keyed(
         0.2,
         ge=0.0,

@@ -33,12 +33,9 @@ from dflash.data.near import NearDuplicates
 from dflash.data.preflight import require_room
 from dflash.data.prompts import external_file, question_id, read_prompts
 from dflash.data.prompts_params import PromptsParams
+from dflash.data.samples import NO_MESSAGES, SPLITS, content_digest, parent_record, update_content
 from dflash.data.schemas import COMPLETIONS, SAMPLES
 from dflash.data.tables import ShardedWriter, list_array, lists_of, read_pieces, rows_of, shards_of
-
-SPLITS = ("train", "validation")
-NO_MESSAGES = "[]"
-"""The messages of an imported sample that came without any: nobody can tell what it asks."""
 
 MEMORY_A_SAMPLE = 400
 MEMORY_A_NEAR_SAMPLE = 1_700
@@ -147,7 +144,7 @@ class Merge:
         self.by_source: dict[str, dict[str, Any]] = {}
         self.unchecked = 0
         self.sides = {split: Side() for split in SPLITS}
-        self.content = hashlib.sha256()
+        self.content = {split: hashlib.sha256() for split in SPLITS}
 
     def rows(self, source: str, pieces: Iterable[pa.Table]) -> Iterator[tuple[str, pa.Table]]:
         """Yields (split, rows) for one source, in its order; `pieces` are rows of `schemas.SAMPLES`."""
@@ -158,7 +155,7 @@ class Merge:
                 rows = piece.filter(pa.array([fate == split for fate in fates]))
                 if rows.num_rows:
                     self.sides[split].add(rows)
-                    self._digest(split, rows)
+                    update_content(self.content[split], rows)
                     yield split, rows
 
     def _fates(self, source: str, piece: pa.Table) -> list[str]:
@@ -210,22 +207,6 @@ class Merge:
             self.unchecked += 1
             return "train"
         return "validation" if held_out(question_of(sample_id, messages), self.params) else "train"
-
-    def _digest(self, split: str, rows: pa.Table) -> None:
-        update_content(self.content, split, rows)
-
-
-def update_content(content: Any, split: str, rows: pa.Table) -> None:
-    """Feeds ids, tokens and loss masks, each with its length, into a digest: what a dataset *is*, whatever wrote it."""
-    values, lengths = lists_of(rows, "input_ids")
-    tokens = memoryview(np.ascontiguousarray(values, dtype="<i4").tobytes())
-    ends = np.cumsum(lengths).tolist()
-    ids, prompts = rows.column("id").to_pylist(), rows.column("prompt_length").to_pylist()
-    spans = rows.column("loss_spans").to_pylist()
-    for sample_id, end, length, prompt, span in zip(ids, ends, lengths.tolist(), prompts, spans, strict=True):
-        marks = f" {span}" if span else ""
-        content.update(f"{split} {sample_id} {prompt} {length}{marks}\n".encode())
-        content.update(tokens[4 * (end - length) : 4 * end])
 
 
 def samples_of(completions: pa.Table) -> pa.Table:
@@ -353,29 +334,12 @@ def parent_of(params: DatasetParams, inputs: Inputs) -> dict[str, Any] | None:
     return None
 
 
-def parent_record(path: Path) -> dict[str, Any]:
-    """What a child keeps of a version's `dataset.json`: digest, samples and the lengths of its training side.
-
-    Raises:
-        CorruptError: it is no `dataset.json`, or one that does not hold its lengths.
-    """
-    record = read_json(path)
-    try:
-        train = record["train"]
-        kept = {"digest": record["digest"], "samples": train["samples"], "length_counts": train["length_counts"]}
-    except (KeyError, TypeError) as error:
-        raise CorruptError(
-            "not a dataset.json that holds the lengths of its samples", where=str(path), remedy="Rebuild that dataset."
-        ) from error
-    return kept
-
-
 def describe(merge: Merge) -> dict[str, Any]:
     """What stands in `dataset.json`, but for the parent."""
     kept = sum(side.samples for side in merge.sides.values())
     truncated = sum(side.truncated for side in merge.sides.values())
     return {
-        "digest": merge.content.hexdigest(),
+        "digest": content_digest(merge.content),
         "samples": kept,
         "sources": merge.by_source,
         "unchecked_against_exclude": merge.unchecked,

@@ -3,8 +3,8 @@
 Every writer setting is fixed, row groups have a fixed number of rows whatever pieces the rows arrived in, and nothing of
 the moment (time, host, path) is stored; bytes change only with pyarrow's version, which the file names. Pages carry
 checksums that reading verifies. A large table is cut into shards of a fixed number of rows: `train.parquet`, then
-`train-00001.parquet` and so on, which reading joins again. Memory: two row groups. Measured on one core with random tokens (they do not compress):
-450 MB/s written, 600 MB/s read.
+`train-00001.parquet` and so on, which reading joins again. Memory: two row groups. Measured on one core with random tokens
+(they do not compress): 450 MB/s written, 600 MB/s read.
 """
 
 from __future__ import annotations

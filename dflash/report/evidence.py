@@ -35,6 +35,7 @@ from dflash.base.store import (
     receipt_path,
     stage_directory,
 )
+from dflash.data.tables import shards_of
 from dflash.report.tables import tidy
 
 WHOLE_BYTES = 8 << 20
@@ -437,7 +438,7 @@ def _shared_prompts(evidence: Evidence, train: Path) -> dict[str, int] | None:
 
 def _columns(path: Path, names: list[str]) -> pa.Table:
     try:
-        return pq.read_table(path, columns=names)
+        return pa.concat_tables([pq.read_table(shard, columns=names) for shard in shards_of(path)])
     except (OSError, pa.ArrowException) as error:
         why = "the file is missing" if not path.exists() else f"not readable Parquet ({error})"
         raise CorruptError(why, where=str(path)) from error

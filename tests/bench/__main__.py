@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import data
 import stream
 import yaml
 
@@ -74,6 +75,7 @@ def thousand_checkpoints(config: dict[str, object]) -> None:
 def main() -> None:
     """Runs all benchmarks."""
     stream.main()
+    data.main(["5000", "20000"])
     dflash = [sys.executable, "-m", "dflash"]
     snakemake = [sys.executable, "-m", "snakemake", "-s", str(ROOT / "Snakefile")]
     snakemake += ["--workflow-profile", str(ROOT / "profiles/default")]
