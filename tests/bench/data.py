@@ -63,7 +63,9 @@ def completions(count: int) -> Iterator[pa.Table]:
         lengths = lengths_of(generator, size)
         prompts = np.minimum(lengths // 4 + 1, 600)
         starts = generator.integers(0, len(pool) - 8200, size)
-        numbers = [number - number % REPEATED if number % REPEATED == 1 else number for number in range(first, first + size)]
+        numbers = [
+            number - number % REPEATED if number % REPEATED == 1 else number for number in range(first, first + size)
+        ]
         ids = [hashlib.sha256(str(number).encode()).hexdigest() for number in numbers]
         whole = [pool[start : start + length] for start, length in zip(starts, lengths, strict=True)]
         yield pa.table(
@@ -174,7 +176,12 @@ def near(count: int) -> dict[str, Any]:
     for text in texts:
         dropped += not keeper.admit(keeper.signatures(text, np.array([len(text)]))[0])
     seconds = time.perf_counter() - start
-    return {"near_s": round(seconds, 2), "near_per_s": round(count / seconds), "copies": len(copies), "dropped": dropped}
+    return {
+        "near_s": round(seconds, 2),
+        "near_per_s": round(count / seconds),
+        "copies": len(copies),
+        "dropped": dropped,
+    }
 
 
 def peak_gb() -> float:
@@ -219,7 +226,16 @@ def main(arguments: list[str]) -> None:
         values = {"min": min(per_sample), "median": float(np.median(per_sample)), "max": max(per_sample)}
         print(json.dumps({**line, **{key: round(value, 2) for key, value in values.items()}}), flush=True)
     print(json.dumps({"name": "near duplicates", "n": given.near, **measure("near", given.near, Path())}), flush=True)
-    columns = ["samples", "merge_s", "merge_cpu_s", "samples_per_s", "merge_peak_gb", "buckets_s", "buckets_peak_gb", "epoch_s"]
+    columns = [
+        "samples",
+        "merge_s",
+        "merge_cpu_s",
+        "samples_per_s",
+        "merge_peak_gb",
+        "buckets_s",
+        "buckets_peak_gb",
+        "epoch_s",
+    ]
     for row in [dict(zip(columns, columns, strict=True)), *rows]:
         print("  ".join(f"{row[name]!s:>15}" for name in columns), file=sys.stderr)
 

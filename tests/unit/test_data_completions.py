@@ -25,8 +25,9 @@ from dflash.base.errors import PermanentError
 from dflash.base.stage import Inputs
 from dflash.data import completions
 from dflash.data.chat import render
-from dflash.data.completions import GENERATION_BATCH, generation_batches, requests_of, sample_seed
+from dflash.data.completions import GENERATION_BATCH, generation_batches, requests_of
 from dflash.data.prompts import messages_id
+from dflash.data.requests import sample_seed
 from dflash.data.schemas import COMPLETIONS, PROMPTS
 from dflash.data.tables import read_rows
 
@@ -217,7 +218,9 @@ def test_a_prompt_that_the_template_refuses_is_an_error_in_the_ledger(
     run_prompts(write_lines(tmp_path / "source.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path)
     strict = Dying(1)
     strict.tokenizer = type(strict.tokenizer)(tokenizer_object=strict.tokenizer.backend_tokenizer)
-    strict.tokenizer.chat_template = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}a"
+    strict.tokenizer.chat_template = (
+        "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}a{{ add_generation_prompt }}"
+    )
     use(monkeypatch, strict)
     outputs = run_completions(tmp_path, tmp_path / "out")
     assert (outputs.counts.ok, outputs.counts.error, outputs.counts.balanced()) == (1, 1, True)
