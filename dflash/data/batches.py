@@ -112,7 +112,8 @@ class BatchPlan:
         self.batch_sizes = np.minimum(params.max_batch_size, params.token_budget // np.maximum(self.longest, 1))
         self.batches = -(-self.samples // self.batch_sizes)
         self._starts, self._ends, self._buckets = self._bounds()
-        self._identity = digest({"dataset": dataset_key, "batching": params.keyed_values()})
+        decisive = {name: value for name, value in params.keyed_values().items() if name != "shift_warning"}
+        self._identity = digest({"dataset": dataset_key, "batching": decisive})
         self._epochs: OrderedDict[int, EpochOrder] = OrderedDict()
 
     def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
