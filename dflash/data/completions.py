@@ -401,6 +401,7 @@ def run(params: CompletionsParams, inputs: Inputs, workdir: Path, host_context: 
     else:
         found, about = answer_by_servers(tokenizer, requests, params, host_context)
         check_refused(found)
+    check_none_lost(requests, found)
     stops = frozenset(params.target.eos_token_ids)
     for request in requests:
         ledger[request.id] = ledger_line(request.id, found, stops)
@@ -415,6 +416,22 @@ def run(params: CompletionsParams, inputs: Inputs, workdir: Path, host_context: 
     }
     kernels = target.kernels.to_dict() if target is not None else {}
     return Outputs(["completions.parquet", "ledger.jsonl"], counts, results, kernels)
+
+
+def check_none_lost(requests: Sequence[Request], found: Answered) -> None:
+    """Every request must have come to an end, and nothing else may have an answer.
+
+    Raises:
+        PermanentError: names how many were lost or invented.
+    """
+    asked, ended = {request.id for request in requests}, {*found.done, *found.refused}
+    if asked != ended or found.done.keys() & found.refused.keys():
+        raise PermanentError(
+            f"{len(asked - ended)} of {len(asked)} prompts have neither an answer nor a reason, {len(ended - asked)} answers "
+            "have no prompt",
+            where="completions",
+            remedy="Delete the `partial` folder beside the result and run again.",
+        )
 
 
 def ledger_line(name: str, found: Answered, stops: frozenset[int]) -> LedgerLine:

@@ -36,7 +36,9 @@ EACH = 8
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`transformers serve` on the demo target; the address of its API."""
-    pytest.importorskip("fastapi", reason="transformers serve needs fastapi, uvicorn and openai (requirements-dev.lock)")
+    pytest.importorskip(
+        "fastapi", reason="transformers serve needs fastapi, uvicorn and openai (requirements-dev.lock)"
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -68,7 +70,9 @@ def healthy(port: int) -> bool:
 
 def upstream(directory: Path) -> Upstream:
     code = CodeDigest(digest="0" * 64, modules={})
-    return Upstream(directory, ParamsFile(stage="prompts", key="0", params={}, origins={}, upstream={}, code=code), None)
+    return Upstream(
+        directory, ParamsFile(stage="prompts", key="0", params={}, origins={}, upstream={}, code=code), None
+    )
 
 
 def answers(folder: Path, params: CompletionsParams, **placement: Any) -> tuple[Outputs, list[dict[str, Any]]]:
@@ -79,12 +83,16 @@ def answers(folder: Path, params: CompletionsParams, **placement: Any) -> tuple[
     return outputs, read_rows(folder / "completions.parquet", COMPLETIONS)
 
 
-def test_greedy_completions_of_a_real_server_equal_those_in_process_sample_by_sample(server: str, tmp_path: Path) -> None:
+def test_greedy_completions_of_a_real_server_equal_those_in_process_sample_by_sample(
+    server: str, tmp_path: Path
+) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text("".join(line for file in SOURCES for line in file.read_text().splitlines(keepends=True)[:EACH]))
     source = PromptsParams(name="some", path=str(path))
     prompts.run(source, Inputs({}, {"": path}), tmp_path, HostContext(progress=Progress(quiet=True)))
-    params = CompletionsParams(target=identify(TargetSection(path=str(TARGET)), DigestCache()), max_new_tokens=96, max_truncated_share=1.0)
+    params = CompletionsParams(
+        target=identify(TargetSection(path=str(TARGET)), DigestCache()), max_new_tokens=96, max_truncated_share=1.0
+    )
     served = params.model_copy(update={"engine": "openai"})
     _, expected = answers(tmp_path / "local", params)
     outputs, found = answers(tmp_path / "served", served, endpoints=[server], send_prompts="text", concurrency=2)
