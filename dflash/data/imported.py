@@ -22,7 +22,7 @@ from dflash.base.stage import HostContext, Outputs
 from dflash.data.preflight import require_room
 from dflash.data.prompts import messages_id, messages_of
 from dflash.data.prompts_params import PromptsParams
-from dflash.data.rows import MalformedRow, kind_of, read_source, shown
+from dflash.data.rows import MalformedRow, count_rows, kind_of, read_source, shown
 from dflash.data.samples import NO_MESSAGES, SPLITS, content_digest, parent_record, update_content
 from dflash.data.schemas import SAMPLES
 from dflash.data.tables import ROW_GROUP, ShardedWriter, list_array, read_pieces, rows_of, shards_of
@@ -48,6 +48,7 @@ def write_imported(
         what = f"importing {params.name!r}"
         require_room(workdir, disk=size, memory=600_000_000, what=what, progress=host_context.progress)
     tokens = trained = 0
+    expected = count_rows(path, params)
     with ShardedWriter(workdir / "samples.parquet", SAMPLES) as writer:
         rows: list[dict[str, Any]] = []
         for row in read_source(path, params):
@@ -66,7 +67,8 @@ def write_imported(
             trained += int(rows[-1]["loss_mask"].sum())
             if len(rows) == ROW_GROUP:
                 writer.append(samples_table(rows))
-                host_context.progress.update(counts.total, max(counts.total, 1), "rows")
+                if expected is not None:
+                    host_context.progress.update(min(counts.total, expected), expected + 1, "rows")
                 rows = []
             if params.limit is not None and counts.ok >= params.limit:
                 break

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.base.errors import ConfigError, PermanentError, TransientError
+from dflash.base.files import CHUNK
 from dflash.data.prompts_params import PromptsParams
 
 PARQUET_ROWS = 256
@@ -51,6 +52,18 @@ def read_source(path: Path, params: PromptsParams) -> Iterator[Row]:
     if params.huggingface is not None:
         return hub_rows(params)
     return parquet_rows(path, params) if path.suffix == ".parquet" else jsonl_rows(path, params)
+
+
+def count_rows(path: Path, params: PromptsParams) -> int | None:
+    """About how many rows a source has, for progress: line ends or a footer; None for the hub. One read of a JSONL file."""
+    if params.huggingface is not None:
+        return None
+    if path.suffix == ".parquet":
+        from dflash.data.tables import rows_of
+
+        return rows_of(path)
+    with path.open("rb") as stream:
+        return sum(piece.count(b"\n") for piece in iter(partial(stream.read, CHUNK), b""))
 
 
 def jsonl_rows(path: Path, params: PromptsParams) -> Iterator[Row]:
