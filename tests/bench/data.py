@@ -157,8 +157,8 @@ def statistics(folder: Path) -> dict[str, Any]:
     plan = BatchPlan(samples.lengths, samples.ids, BATCHING, "0" * 12)
     batches = sum(1 for number in range(plan.batches_per_epoch) if plan.batch(number).batch_id)
     planning, epoch_cpu = time.perf_counter() - start, time.process_time() - epoch_cpu
-    found = {"buckets_s": round(seconds, 2), "buckets_cpu_s": round(cpu, 2), "epoch_s": round(planning, 2)}
-    found |= {"epoch_cpu_s": round(epoch_cpu, 2)}
+    found = {"buckets_s": round(seconds, 2), "buckets_cpu_s": round(cpu, 4), "epoch_s": round(planning, 2)}
+    found |= {"epoch_cpu_s": round(epoch_cpu, 4)}
     return {**found, "batches": batches, "buckets_peak_gb": peak_gb()}
 
 
@@ -220,7 +220,7 @@ def main(arguments: list[str]) -> None:
         per_sample = [1e6 * float(row[name]) / row["samples"] for row in rows]
         line = {
             "name": f"{name[:-2]} time a sample, {rows[-1]['samples']:,} samples over {rows[0]['samples']:,}",
-            "ratio": round(per_sample[-1] / per_sample[0], 3),
+            "ratio": round(per_sample[-1] / max(per_sample[0], 1e-9), 3),
             "unit": "microseconds",
             "n": len(rows),
         }
