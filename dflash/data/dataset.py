@@ -7,8 +7,9 @@ Whether a prompt is held out is a hash of what it asks, so adding a source moves
 prompt, or the same tokens, the first counts: earlier versions and imported sources come first, then completions, each by
 name; near duplicates go the same way when asked for.
 
-Goes through the sources once, a row group at a time, so cost grows linearly. On one core 1.1 M samples of 2,200 tokens
-take about four minutes; memory is a few row groups (400 MB at that length) and 300 bytes a sample. No torch.
+Goes through the sources once, a row group at a time, so cost grows linearly: 69 microseconds of processor time a sample of
+2,200 tokens, 76 s for 1.1 M of them (165 s on a busy machine); memory is a few row groups (350 MB at that length) and 300
+bytes a sample, 0.67 GB in all. No torch.
 """
 
 from __future__ import annotations
