@@ -405,10 +405,15 @@ def watch_controller(poll: float = 0.5) -> None:
 
 
 @contextlib.contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Silences warnings that mean nothing to a user of the workflow (missing optional kernels on a CPU, progress bars)."""
+def quiet_libraries(*, offline: bool = True) -> Iterator[None]:
+    """Silences warnings that mean nothing to a user of the workflow (missing optional kernels on a CPU, progress bars).
+
+    Args:
+        offline: keep libraries from asking the Hugging Face hub; only a source of prompts may be there.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if offline:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with warnings.catch_warnings():
@@ -421,7 +426,7 @@ def main_stage(name: str, params: Path, store: Path, step: int | None, placement
     """What `dflash stage` does. `params` lies in the result's folder."""
     if name not in BY_NAME:
         raise PermanentError(f"there is no stage {name!r}", remedy=f"Stages: {', '.join(BY_NAME)}.")
-    with quiet_libraries():
+    with quiet_libraries(offline=name != "prompts"):
         job = Job(BY_NAME[name], params, store, step, placement, run)
         if placement.get("hosts"):
             from dflash.remote import run_there

@@ -66,7 +66,7 @@ STAGES: tuple[Stage, ...] = (
         "dataset",
         "dflash.data.dataset_params:DatasetParams",
         "dflash.data.dataset:run",
-        ("completions*",),
+        ("completions*", "prompts*"),
         "generate",
     ),
     Stage(

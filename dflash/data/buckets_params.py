@@ -22,6 +22,9 @@ class BucketsParams(Params):
     batches_per_step: int = keyed(
         4, ge=1, unit="batches", description="batches of one optimizer step, whatever the topology"
     )
+    shift_warning: float = keyed(
+        0.05, gt=0.0, unit="share", description="changes since the parent version beyond this are said aloud"
+    )
     seed: int = Field(0, ge=0, description="seed of the order of samples and batches")
 
     @model_validator(mode="after")

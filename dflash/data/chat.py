@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
-def render(tokenizer: Any, messages: list[dict[str, str]], *, thinking: bool) -> list[int]:
-    """Token ids of a prompt, up to where the assistant begins to write.
+def render(tokenizer: Any, messages: list[dict[str, str]], *, thinking: bool, open_turn: bool = True) -> list[int]:
+    """Token ids of a prompt, up to where the assistant begins to write (unless `open_turn` is false).
 
     Raises:
         jinja2.TemplateError: the target's template refuses the messages.
     """
     rendered = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, enable_thinking=thinking, tokenize=True, return_dict=False
+        messages, add_generation_prompt=open_turn, enable_thinking=thinking, tokenize=True, return_dict=False
     )
     return [int(token) for token in rendered]
 

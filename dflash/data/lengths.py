@@ -20,3 +20,14 @@ def describe_lengths(lengths: np.ndarray) -> dict[str, Any]:
         "max": int(lengths.max()),
         "quantiles": {f"{share:g}": int(value) for share, value in zip(QUANTILES, found, strict=True)},
     }
+
+
+def length_counts(lengths: np.ndarray) -> dict[str, list[int]]:
+    """The whole distribution of lengths [n]: each length that occurs, ascending, and how often. At most 100 kB of JSON."""
+    values, counts = np.unique(lengths, return_counts=True)
+    return {"lengths": values.tolist(), "counts": counts.tolist()}
+
+
+def lengths_from(counts: dict[str, list[int]]) -> np.ndarray:
+    """The lengths that `length_counts` describes, ascending [n]."""
+    return np.repeat(np.asarray(counts["lengths"], dtype=np.int64), np.asarray(counts["counts"], dtype=np.int64))

@@ -1,16 +1,19 @@
-"""Prompts: one JSONL file of a source becomes `prompts.parquet`, every line checked, every prompt with a lasting id.
+"""Prompts: one source becomes `prompts.parquet`, every row checked, every prompt with a lasting id.
 
-A line is an object with `messages` (a list of {role, content}) or a prompt text; field names are the source's params.
-A malformed line stops the stage and the plan alike, with its number: data that is skipped in silence is data nobody
-knows is missing. Repeated prompts are kept once and counted. Costs, for a million short lines on one core, 13 s to
-validate and 20 s to run; memory is one row group plus 150 bytes a prompt. Importing this needs neither torch nor
-pyarrow, since planning validates with it.
+A row (a JSONL line, a Parquet row, a row of a hub's dataset) holds messages, a ShareGPT conversation or a prompt text; field
+names are the source's params. A malformed row stops the stage and the plan alike, with its number: data that is skipped in
+silence is data nobody knows is missing. Where the source says `malformed: skip`, it is counted and named in `rejected.jsonl`
+instead. Repeated prompts are kept once and counted. Costs, for a million short lines on one core, 13 s to validate and 20 s
+to run; memory is one row group plus 150 bytes a prompt. Importing this needs neither torch nor pyarrow, since planning
+validates with it.
+
+Sources of ready samples (`imported`, `dataset`) take the same stage and write `samples.parquet` (`imported.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +24,20 @@ from dflash.base.files import sha256_file
 from dflash.base.records import Counts
 from dflash.base.stage import HostContext, Inputs, Outputs
 from dflash.data.prompts_params import PromptsParams
+from dflash.data.rows import MalformedRow, kind_of, read_source, shown
 
 Message = dict[str, str]
 
 ROLES = ("system", "user", "assistant")
+TOOL_ROLES = ("tool", "function", "function_call", "observation")
+TOOL_FIELDS = ("tool_calls", "function_call", "tool_call_id")
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A prompt as it goes down the road.
 
-    id: sha256 of the canonical JSON of `messages`. line: where it stood in its file, from 1.
+    id: sha256 of the canonical JSON of `messages`. line: where it stood in its source, from 1.
     """
 
     id: str
@@ -49,78 +55,48 @@ def question_id(messages: list[Message]) -> str:
     return digest([message for message in messages if message["role"] != "system"])
 
 
-def read_prompts(path: Path, params: PromptsParams) -> Iterator[Prompt]:
-    """Yields the file's prompts in order, repeated ones included; blank lines are passed over.
+def read_prompts(
+    path: Path, params: PromptsParams, reject: Callable[[int, MalformedRow], None] | None = None
+) -> Iterator[Prompt]:
+    """Yields the source's prompts in order, repeated ones included.
+
+    Args:
+        reject: told of each malformed row and its number, where the source skips them.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is malformed: names `FILE:LINE`, the field and the value given.
+        ConfigError: the file cannot be read, or a row is malformed and must not be: names `FILE:LINE`, the field and the value.
     """
-    try:
-        with path.open("rb") as stream:
-            for number, raw in enumerate(stream, start=1):
-                text = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, f"{path}:{number}")
-                if text.strip():
-                    messages = _messages(_object(text, f"{path}:{number}"), params, f"{path}:{number}")
-                    yield Prompt(messages_id(messages), number, messages)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the prompts of source {params.name!r}: {error.strerror}",
-            where=str(path),
-            remedy="Give the path of a readable JSONL file.",
-        ) from error
+    for row in read_source(path, params):
+        try:
+            messages = messages_of(row.values(), params, row.where)
+        except MalformedRow as error:
+            if params.malformed == "stop":
+                raise
+            if reject is not None:
+                reject(row.number, error)
+            continue
+        yield Prompt(messages_id(messages), row.number, messages)
 
 
-def _decoded(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        bad = raw[error.start : error.start + 4]
-        raise ConfigError(
-            f"the line is not UTF-8: byte {error.start + 1} starts {bad!r}",
-            where=where,
-            remedy="Save the file as UTF-8.",
-        ) from error
+def messages_of(line: dict[str, Any], params: PromptsParams, where: str) -> list[Message]:
+    """The conversation that a row asks to be continued, the source's system message first.
 
-
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ConfigError(
-            "the line is nested too deeply", where=where, remedy="Write one JSON object a line."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"the line is not JSON ({error}): `{_short(text.strip())}`",
-            where=where,
-            remedy="Write one JSON object a line.",
-        ) from error
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"the line is {_kind(value)}, not an object: {_shown(value)}",
-            where=where,
-            remedy="Write one JSON object a line.",
-        )
-    return value
-
-
-def _messages(line: dict[str, Any], params: PromptsParams, where: str) -> list[Message]:
-    """The line's messages, the source's system message first."""
-    if params.messages_field in line:
-        messages = _listed(line[params.messages_field], params.messages_field, where)
-    elif params.prompt_field in line:
-        messages = [{"role": "user", "content": _text(line[params.prompt_field], params.prompt_field, where)}]
+    Raises:
+        MalformedRow: names the field and the value given.
+    """
+    field = _chosen_field(line, params, where)
+    if field == params.prompt_field and params.mapping in ("auto", "prompt"):
+        messages = [{"role": "user", "content": _text(line[field], field, where)}]
     else:
-        raise ConfigError(
-            f"the line has neither `{params.messages_field}` nor `{params.prompt_field}`: its fields are {_shown(list(line))}",
-            where=where,
-            remedy=f"Name the field with `prompt_field` or `messages_field` of source {params.name!r}.",
-        )
+        given = line[field]
+        if field == params.conversations_field and params.mapping in ("auto", "sharegpt"):
+            given = _from_sharegpt(given, field, where)
+        messages = _listed(given, field, params, where)
     if params.system is None:
         return messages
     if messages[0]["role"] == "system":
-        raise ConfigError(
-            f"`{params.messages_field}[0]` is a system message ({_shown(messages[0]['content'])}), "
+        raise MalformedRow(
+            f"`{field}[0]` is a system message ({shown(messages[0]['content'])}), "
             f"and source {params.name!r} sets `system` too",
             where=where,
             remedy="Keep one of them.",
@@ -128,84 +104,144 @@ def _messages(line: dict[str, Any], params: PromptsParams, where: str) -> list[M
     return [{"role": "system", "content": params.system}, *messages]
 
 
-def _listed(value: Any, field: str, where: str) -> list[Message]:
+def _chosen_field(line: dict[str, Any], params: PromptsParams, where: str) -> str:
+    """The field that holds the conversation; null counts as absent, unless it is all there is."""
+    known = {
+        "messages": params.messages_field,
+        "sharegpt": params.conversations_field,
+        "prompt": params.prompt_field,
+    }
+    wanted = list(known.values()) if params.mapping == "auto" else [known[params.mapping]]
+    for field in [*(name for name in wanted if line.get(name) is not None), *(name for name in wanted if name in line)]:
+        return field
+    named = [f"`{name}`" for name in wanted if name != params.conversations_field or params.mapping == "sharegpt"]
+    raise MalformedRow(
+        f"the line has neither {' nor '.join(named)}: its fields are {shown(list(line))}",
+        where=where,
+        remedy=f"Name the field with `prompt_field` or `messages_field` of source {params.name!r}.",
+        reason="no known field",
+    )
+
+
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+
+
+def _from_sharegpt(value: Any, field: str, where: str) -> Any:
+    """`{from, value}` as `{role, content}`; what is no such list is left for `_listed` to name."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        return value
+    turns = []
+    for index, item in enumerate(value):
+        for name in ("from", "value"):
+            if name not in item:
+                raise MalformedRow(
+                    f"`{field}[{index}].{name}` is missing: the turn is {shown(item)}",
+                    where=where,
+                    remedy=f"Add `{name}`.",
+                )
+        role = item["from"]
+        turns.append(
+            {"role": SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role, "content": item["value"]}
+        )
+    return turns
+
+
+def _listed(value: Any, field: str, params: PromptsParams, where: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise ConfigError(
-            f"`{field}` is {_kind(value)}, not a list of messages: {_shown(value)}",
+        raise MalformedRow(
+            f"`{field}` is {kind_of(value)}, not a list of messages: {shown(value)}",
             where=where,
             remedy="A message is an object with `role` and `content`.",
         )
     messages = [_message(item, f"{field}[{index}]", where) for index, item in enumerate(value)]
     for index, message in enumerate(messages):
         if message["role"] == "system" and index > 0:
-            raise ConfigError(
+            raise MalformedRow(
                 f"`{field}[{index}]` is a system message", where=where, remedy="Only the first may be one."
             )
-    if messages[-1]["role"] != "user":
-        raise ConfigError(
-            f"`{field}[{len(messages) - 1}].role` is {_shown(messages[-1]['role'])}, and a prompt ends with the user",
+    if params.answers == "drop":
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+    if not messages or messages[-1]["role"] != "user":
+        if not messages or all(message["role"] == "system" for message in messages):
+            raise MalformedRow(
+                f"`{field}` has no user turn: {shown(value)}",
+                where=where,
+                remedy="A prompt ends with the user.",
+                reason="no user turn",
+            )
+        raise MalformedRow(
+            f"`{field}[{len(messages) - 1}].role` is {shown(messages[-1]['role'])}, and a prompt ends with the user",
             where=where,
-            remedy="Cut the answer off: the target writes its own.",
+            remedy=f"Cut the answer off, or set `answers: drop` for source {params.name!r}: the target writes its own.",
+            reason="ends with an answer",
         )
     return messages
 
 
 def _message(value: Any, field: str, where: str) -> Message:
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"`{field}` is {_kind(value)}, not an object: {_shown(value)}",
+        raise MalformedRow(
+            f"`{field}` is {kind_of(value)}, not an object: {shown(value)}",
             where=where,
             remedy="A message is an object with `role` and `content`.",
         )
     for name in ("role", "content"):
-        if name not in value:
-            raise ConfigError(
-                f"`{field}.{name}` is missing: the message is {_shown(value)}", where=where, remedy=f"Add `{name}`."
+        if name not in value and not any(value.get(tool) for tool in TOOL_FIELDS):
+            raise MalformedRow(
+                f"`{field}.{name}` is missing: the message is {shown(value)}", where=where, remedy=f"Add `{name}`."
             )
+    if value["role"] in TOOL_ROLES or any(value.get(name) for name in TOOL_FIELDS):
+        raise MalformedRow(
+            f"`{field}` calls a tool or holds a tool's answer: {shown(value)}",
+            where=where,
+            remedy="Tool calls are not supported; leave such conversations out, or set `malformed: skip`.",
+            reason="tool calls",
+        )
     if value["role"] not in ROLES:
-        raise ConfigError(
-            f"`{field}.role` is {_shown(value['role'])}", where=where, remedy=f"Use one of {', '.join(ROLES)}."
+        raise MalformedRow(
+            f"`{field}.role` is {shown(value['role'])}",
+            where=where,
+            remedy=f"Use one of {', '.join(ROLES)}.",
+            reason="unknown role",
         )
     return {"role": value["role"], "content": _text(value["content"], f"{field}.content", where)}
 
 
 def _text(value: Any, field: str, where: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"`{field}` is {_kind(value)}, not text: {_shown(value)}", where=where, remedy="Give text.")
+        raise MalformedRow(f"`{field}` is {kind_of(value)}, not text: {shown(value)}", where=where, remedy="Give text.")
     if not value.strip():
-        raise ConfigError(f"`{field}` is empty: {_shown(value)}", where=where, remedy="Delete the line or fill it in.")
+        raise MalformedRow(
+            f"`{field}` is empty: {shown(value)}", where=where, remedy="Delete the line or fill it in.", reason="empty"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"`{field}` holds half a surrogate pair: {_shown(value)}", where=where, remedy="Repair the \\u escapes."
+        raise MalformedRow(
+            f"`{field}` holds half a surrogate pair: {shown(value)}", where=where, remedy="Repair the \\u escapes."
         ) from error
     return value
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, list) and not value:
-        return "an empty list"
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _shown(value: Any) -> str:
-    return _short(json.dumps(value))
-
-
-def _short(text: str, most: int = 60) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def kept_prompts(path: Path, params: PromptsParams, counts: Counts) -> Iterator[Prompt]:
-    """Yields each distinct prompt once, in file order, `params.limit` at most; fills in `counts` on the way.
+def kept_prompts(
+    path: Path, params: PromptsParams, counts: Counts, reject: Callable[[int, MalformedRow], None] | None = None
+) -> Iterator[Prompt]:
+    """Yields each distinct prompt once, in order, `params.limit` at most; fills in `counts` on the way.
 
     Raises:
-        ConfigError: as `read_prompts`; or the file holds no prompt.
+        ConfigError: as `read_prompts`; or the source holds no prompt.
     """
+
+    def rejected(number: int, error: MalformedRow) -> None:
+        counts.total += 1
+        counts.error += 1
+        counts.reasons[error.reason] = counts.reasons.get(error.reason, 0) + 1
+        if reject is not None:
+            reject(number, error)
+
     seen: set[str] = set()
-    for prompt in read_prompts(path, params):
+    for prompt in read_prompts(path, params, rejected):
         counts.total += 1
         if prompt.id in seen:
             counts.skipped += 1
@@ -252,29 +288,50 @@ def external_file(inputs: Inputs, wanted: str, what: str) -> Path:
 
 
 def run(params: PromptsParams, inputs: Inputs, workdir: Path, host_context: HostContext) -> Outputs:
-    """The `prompts` stage: writes `prompts.parquet` (`schemas.PROMPTS`), in file order.
+    """The `prompts` stage: writes `prompts.parquet` (`schemas.PROMPTS`), or of ready samples `samples.parquet`
+    (`schemas.SAMPLES`), in the order of the source; `rejected.jsonl` where malformed rows are skipped.
 
     Raises:
-        ConfigError: a malformed line. PermanentError: the file is not the one planned for.
+        ConfigError: a malformed row. PermanentError: the file is not the one planned for, or the hub cannot be used.
+        TransientError: the hub is not reachable.
     """
+    from dflash.data.imported import write_imported, write_version
     from dflash.data.schemas import PROMPTS
     from dflash.data.tables import ROW_GROUP, TableWriter
 
-    path = external_file(inputs, params.digest, f"the file of source {params.name!r}")
+    path = Path(params.huggingface or "")
+    if params.huggingface is None:
+        path = external_file(inputs, params.digest, f"the file of source {params.name!r}")
+    about = {"kind": params.kind, "revision": params.revision, "licence": params.licence}
+    if params.kind == "dataset":
+        return write_version(path, workdir, host_context, about)
     counts = Counts()
-    with TableWriter(workdir / "prompts.parquet", PROMPTS) as writer:
-        rows: list[dict[str, Any]] = []
-        for prompt in kept_prompts(path, params, counts):
-            rows.append(
-                {
-                    "id": prompt.id,
-                    "source": params.name,
-                    "line": prompt.line,
-                    "messages": canonical_json(prompt.messages).decode(),
-                }
-            )
-            if len(rows) == ROW_GROUP:
-                writer.append(rows)
-                rows = []
-        writer.append(rows)
-    return Outputs(["prompts.parquet"], counts, {"prompts": counts.ok})
+    rejected: list[str] = []
+
+    def reject(number: int, error: MalformedRow) -> None:
+        rejected.append(json.dumps({"row": number, "reason": error.reason, "error": error.message()}) + "\n")
+
+    if params.kind == "imported":
+        files, results = write_imported(path, params, workdir, host_context, counts, reject)
+    else:
+        files, results = ["prompts.parquet"], {}
+        with TableWriter(workdir / "prompts.parquet", PROMPTS) as writer:
+            rows: list[dict[str, Any]] = []
+            for prompt in kept_prompts(path, params, counts, reject):
+                rows.append(
+                    {
+                        "id": prompt.id,
+                        "source": params.name,
+                        "line": prompt.line,
+                        "messages": canonical_json(prompt.messages).decode(),
+                    }
+                )
+                if len(rows) == ROW_GROUP:
+                    writer.append(rows)
+                    rows = []
+            writer.append(rows)
+        results = {"prompts": counts.ok}
+    if params.malformed == "skip":
+        (workdir / "rejected.jsonl").write_text("".join(rejected), encoding="utf-8")
+        files = [*files, "rejected.jsonl"]
+    return Outputs(files, counts, {**results, **about})

@@ -35,8 +35,10 @@ SAMPLES = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("messages", pa.string(), nullable=False),
         pa.field("input_ids", pa.list_(pa.int32()), nullable=False),  # prompt and completion, exactly as generated
-        pa.field("prompt_length", pa.int32(), nullable=False),  # the loss mask is 1 from here to the end
-        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("prompt_length", pa.int32(), nullable=False),  # the loss mask is 0 up to here
+        pa.field("finish_reason", pa.string(), nullable=False),  # stop | length | unknown (imported)
+        pa.field("length", pa.int32()),  # of input_ids, so that lengths cost no reading of tokens; null in older files
+        pa.field("loss_spans", pa.list_(pa.int32())),  # where the loss mask is 1: start, end, ...; null: to the end
     ]
 )
 

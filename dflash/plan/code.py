@@ -27,6 +27,7 @@ INERT: dict[str, str] = {
     "dflash.base.records": "the form of what is said about a result; its schema version is in every key",
     "dflash.base.stage": "the signature of stages; holds no computation",
     "dflash.base.store": "finds files; does not make them",
+    "dflash.data.preflight": "refuses what will not fit; changes no sample",
     "dflash.hosts.host": "runs commands and moves small files; computes nothing",
     "dflash.hosts.lease": "who may use a GPU, and when",
     "dflash.ship.artifact": "digests files that are already written",

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from dflash.base.canonical import short_digest
 from dflash.base.errors import ConfigError, DflashError
 from dflash.base.files import DigestCache
 from dflash.base.params import DERIVED, Params
@@ -181,6 +182,7 @@ def _run_config(name: str, source: Source, cache: DigestCache) -> RunConfig:
     prompts: list[PromptsParams] = []
     for index, entry in enumerate(sources):
         key = f"prompts.{index}"
+        entry = _version_file(entry)
         path = entry.get("path") if isinstance(entry, dict) else None
         digest = _file_digest(path, f"{key}.path", source, cache, files) if path is not None else ""
         made = _validate(PromptsParams, entry, key, source, {"digest": digest})
@@ -196,7 +198,9 @@ def _run_config(name: str, source: Source, cache: DigestCache) -> RunConfig:
     for index, path in enumerate(exclude if isinstance(exclude, list) else []):
         digests.append(_file_digest(path, f"dataset.exclude.{index}", source, cache, files))
         _validate_prompts(PromptsParams(name="exclude", path=path, digest=digests[-1]), cache)
-    dataset = section(DatasetParams, "dataset", {"exclude_digests": sorted(digests)})
+    parent = raw_dataset.get("parent") if isinstance(raw_dataset, dict) else None
+    parent_digest = _file_digest(parent, "dataset.parent", source, cache, files) if parent is not None else None
+    dataset = section(DatasetParams, "dataset", {"exclude_digests": sorted(digests), "parent_digest": parent_digest})
     batching = section(BucketsParams, "batching")
     train = _explained(source, "train", lambda: _resolve_train(section(TrainParams, "train", {"target": target})))
     evaluate = section(
@@ -427,8 +431,19 @@ def _file_digest(path: Any, key: str, source: Source, cache: DigestCache, files:
     return digest
 
 
+def _version_file(entry: Any) -> Any:
+    """An earlier dataset version may be given as its folder; its `dataset.json` is what names it."""
+    if isinstance(entry, dict) and entry.get("kind") == "dataset" and isinstance(entry.get("path"), str):
+        path = Path(entry["path"])
+        return {**entry, "path": str(path / "dataset.json")} if path.is_dir() else entry
+    return entry
+
+
 def _validate_prompts(params: PromptsParams, cache: DigestCache) -> None:
-    fact = f"prompts:{params.digest}:{params.prompt_field}:{params.messages_field}:{params.limit}:{params.system}"
+    """Reads a file of prompts as its stage will; ready samples and the hub's rows are left to the stage."""
+    if params.path is None or params.kind != "prompts":
+        return
+    fact = f"prompts:{short_digest(params.keyed_values())}"
     if not cache.knows(fact):
         validate_prompts_file(Path(params.path), params)
         cache.remember(fact)

@@ -16,6 +16,7 @@ from dflash.base.errors import ConfigError, CorruptError
 from dflash.base.params import Params
 from dflash.base.records import CodeDigest, ParamsFile, StopMarker, stage_key
 from dflash.base.store import checkpoint_directory, receipt_path, stage_directory
+from dflash.data.prompts_params import PromptsParams
 from dflash.plan.code import code_digest
 from dflash.plan.config import Config, RunConfig
 from dflash.plan.decisions import Decisions
@@ -187,8 +188,9 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
 
     for source in run.prompts:
         add(f"prompts/{source.name}", source, f"prompts/{source.name}", {})
-        add(f"completions/{source.name}", run.completions, "completions", {"prompts": f"prompts/{source.name}"})
-    add("dataset", run.dataset, "dataset", _same(*(f"completions/{source.name}" for source in run.prompts)))
+        for name, part in answered_parts(source):
+            add(name, run.completions, "completions", {"prompts": f"prompts/{source.name}"}, extra=part)
+    add("dataset", run.dataset, "dataset", _same(*(name for source in run.prompts for name in sample_nodes(source))))
     add("buckets", run.batching, "batching", _same("dataset"))
     _check_parent(plan.store, run)
     train = add("train", run.train, "train", _same("dataset", "buckets"))
@@ -206,6 +208,23 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
         steps=steps,
     )
     return _planned_run(plan, run, nodes, steps, codes)
+
+
+def answered_parts(source: PromptsParams) -> list[tuple[str, dict[str, Any]]]:
+    """The completions of a source: one job a shard, with what of the params is its own; none for ready samples."""
+    if source.kind != "prompts":
+        return []
+    if source.shards == 1:
+        return [(f"completions/{source.name}", {})]
+    return [
+        (f"completions/{source.name}@{number}", {"shard": number, "shards": source.shards})
+        for number in range(source.shards)
+    ]
+
+
+def sample_nodes(source: PromptsParams) -> list[str]:
+    """Where the dataset finds what a source gives: its completions, or its prompts node when the samples are ready."""
+    return [name for name, _ in answered_parts(source)] or [f"prompts/{source.name}"]
 
 
 def _check_parent(store: Path, run: RunConfig) -> None:

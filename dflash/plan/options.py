@@ -35,6 +35,17 @@ working directory.
 *In the key* says what a change does. `yes`: the stage and everything after it is made again, and changing the value back
 makes nothing again. `no`: placement; it changes where, how fast or how often, never a result. Options of `target` enter the
 keys of completions, train, references and evaluate; a path never does, the digest of what lies there does.
+
+A dataset grows by its sources. Each is answered on its own, so one more costs its own answers and what follows:
+
+    prompts:
+      - {name: base, kind: dataset, path: results/store/dataset/0123456789ab}      # an earlier version, taken whole
+      - {name: old, kind: imported, path: old.parquet}                             # rows of input_ids and loss_mask, as they are
+      - {name: chats, path: chats.jsonl, mapping: sharegpt, answers: drop, shards: 8}
+      - {name: hub, huggingface: owner/name, revision: <commit>, licence: Apache-2.0, malformed: skip}
+    completions: {engine: openai, endpoints: [http://one:8000/v1, http://two:8000/v1], max_new_tokens: 4096}
+
+The report then shows how the lengths shifted since the earlier version, and what that does to batches, steps and memory.
 """
 
 

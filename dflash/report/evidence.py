@@ -35,6 +35,7 @@ from dflash.base.store import (
     receipt_path,
     stage_directory,
 )
+from dflash.data.tables import shards_of
 from dflash.report.tables import tidy
 
 WHOLE_BYTES = 8 << 20
@@ -124,6 +125,44 @@ class Histogram(Read):
         return self
 
 
+class Load(Read):
+    """What a version's plan carries: lengths, batches and steps of an epoch, tokens."""
+
+    samples: int
+    mean_length: float
+    batches_per_epoch: int
+    steps_per_epoch: float
+    tokens_per_step: float
+    padded_tokens_per_step: float
+    largest_batch_tokens: int
+    padding_share: float
+
+
+class ShiftedBucket(Read):
+    """One bucket before and now: shares of samples, tokens and batches, samples a batch."""
+
+    above: int
+    up_to: int
+    sample_share_before: float
+    sample_share_now: float
+    token_share_before: float
+    token_share_now: float
+    batch_share_before: float
+    batch_share_now: float
+    batch_size_before: int
+    batch_size_now: int
+
+
+class Shift(Read):
+    """What changed since the parent version of the dataset, under the same budget and buckets."""
+
+    parent_digest: str
+    before: Load
+    now: Load
+    buckets: list[ShiftedBucket]
+    warnings: list[str]
+
+
 class Buckets(Read):
     """`buckets.json`."""
 
@@ -138,6 +177,8 @@ class Buckets(Read):
     budget_share: float
     batches_per_epoch: int
     steps_per_epoch: float
+    packed_padding_share: float | None = None
+    shift: Shift | None = None
 
 
 class Verification(Read):
@@ -544,7 +585,7 @@ def _left_elsewhere(evidence: Evidence, entry: StageEntry) -> bool:
 
 def _columns(path: Path, names: list[str]) -> pa.Table:
     try:
-        return pq.read_table(path, columns=names)
+        return pa.concat_tables([pq.read_table(shard, columns=names) for shard in shards_of(path)])
     except (OSError, pa.ArrowException) as error:
         why = "the file is missing" if not path.exists() else f"not readable Parquet ({error})"
         raise CorruptError(why, where=str(path)) from error

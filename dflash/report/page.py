@@ -16,7 +16,7 @@ import pandas as pd
 
 from dflash.base.records import Environment, MetricsLine, StageEntry
 from dflash.report.checks import Check, all_checks, bound, summary
-from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Parent, Sample, Side, Trouble
+from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Parent, Sample, Shift, Side, Trouble
 from dflash.report.figures import Series, bar_chart, line_chart, thin
 from dflash.report.report_params import ReportParams
 from dflash.report.tables import Cell, TauTable, cell_text, heading, online_decodes, shown_steps, tau_tables
@@ -535,6 +535,9 @@ def _add_data(page: Page, evidence: Evidence) -> None:
         page.dataset_tables = [_source_table(evidence.dataset), _side_table(evidence.dataset)]
     if evidence.buckets is not None:
         _add_buckets(page, evidence.buckets, evidence.params("buckets"), evidence.parent)
+        page.bucket_words += epoch_cost(evidence.buckets, evidence)
+        if evidence.buckets.shift is not None:
+            _add_shift(page, evidence.buckets.shift, feature_bytes(evidence))
 
 
 def _source_table(dataset: Dataset) -> Table:
@@ -659,6 +662,98 @@ def _bucket_table(found: Buckets, batching: Mapping[str, Any]) -> Table:
         f"a batch; n = {found.samples:,} samples; padding of the first epoch."
     )
     return Table("buckets", caption, ("bucket", "samples", "tokens", "batches", "samples a batch", "padding"), rows)
+
+
+def feature_bytes(evidence: Evidence) -> int:
+    """Bytes of the target's features a token, by taps, width and two bytes a number; 0 where the params do not say."""
+    train = evidence.params("train")
+    taps, target = train.get("target_layer_ids"), train.get("target")
+    if not isinstance(taps, list) or not isinstance(target, dict) or not isinstance(target.get("hidden_size"), int):
+        return 0
+    return 2 * len(taps) * int(target["hidden_size"])
+
+
+def epoch_cost(found: Buckets, evidence: Evidence) -> str:
+    """What an epoch would take at the rates this run was measured at, and what its features would weigh."""
+    words = []
+    if found.packed_padding_share is not None:
+        words.append(f"Packed end to end, {found.packed_padding_share:.1%} would be padding.")
+    if feature_bytes(evidence):
+        words.append(
+            f"The features of an epoch are {found.tokens * feature_bytes(evidence) / 1e9:,.3g} GB in 16-bit numbers "
+            f"({feature_bytes(evidence):,} bytes a token)."
+        )
+    seconds = sum(line.seconds for line in evidence.metrics)
+    if seconds > 0:
+        rate = sum(line.tokens for line in evidence.metrics) / seconds
+        words.append(f"At the measured {rate:,.0f} tokens/s an epoch takes {found.tokens / rate / 3600:,.2g} hours.")
+    return "".join(f" {sentence}" for sentence in words)
+
+
+def _add_shift(page: Page, found: Shift, bytes_a_token: int) -> None:
+    """The version before and this one, side by side: which bucket grew, and what that does to batches, steps and memory."""
+    names = [f"{bucket.above + 1}-{bucket.up_to}" for bucket in found.buckets]
+    groups = [
+        ("parent version", [100 * bucket.batch_share_before for bucket in found.buckets]),
+        ("this version", [100 * bucket.batch_share_now for bucket in found.buckets]),
+    ]
+    svg = bar_chart("Batches by bucket, before and now", names, groups, x_label="bucket, tokens", y_label="batches, %")
+    caption = (
+        f"Share of batches by bucket, in percent: the parent version (n = {found.before.batches_per_epoch:,} batches) and this "
+        f"one (n = {found.now.batches_per_epoch:,} batches), under the same token budget and buckets."
+    )
+    page.bucket_figures.append(Figure(svg, caption))
+    rows = [
+        (
+            f"{bucket.above + 1:,} to {bucket.up_to:,}",
+            f"{bucket.sample_share_before:.1%} -> {bucket.sample_share_now:.1%}",
+            f"{bucket.token_share_before:.1%} -> {bucket.token_share_now:.1%}",
+            f"{bucket.batch_share_before:.1%} -> {bucket.batch_share_now:.1%}",
+            f"{bucket.batch_share_now - bucket.batch_share_before:+.1%}",
+            f"{bucket.batch_size_before:,} -> {bucket.batch_size_now:,}",
+        )
+        for bucket in found.buckets
+    ]
+    caption = (
+        f"What changed since the parent version ({found.parent_digest[:12]}), by bucket of length in tokens: shares before -> "
+        "now; the change of the share of batches in percentage points of all batches."
+    )
+    headings = ("bucket", "samples", "tokens", "batches", "change", "samples a batch")
+    page.bucket_tables.append(Table("shift by bucket", caption, headings, tuple(rows)))
+    page.bucket_tables.append(_load_table(found, bytes_a_token))
+    for sentence in found.warnings:
+        page.bucket_words += f" Warning: since the parent version, {sentence}."
+
+
+def _load_table(found: Shift, bytes_a_token: int) -> Table:
+    pairs = [
+        ("samples", found.before.samples, found.now.samples, ",.0f"),
+        ("mean length, tokens", found.before.mean_length, found.now.mean_length, ",.1f"),
+        ("batches an epoch", found.before.batches_per_epoch, found.now.batches_per_epoch, ",.0f"),
+        ("steps an epoch", found.before.steps_per_epoch, found.now.steps_per_epoch, ",.1f"),
+        ("tokens a step", found.before.tokens_per_step, found.now.tokens_per_step, ",.0f"),
+        (
+            "tokens a step, padding counted",
+            found.before.padded_tokens_per_step,
+            found.now.padded_tokens_per_step,
+            ",.0f",
+        ),
+        ("largest batch, tokens", found.before.largest_batch_tokens, found.now.largest_batch_tokens, ",.0f"),
+        ("padding share", found.before.padding_share, found.now.padding_share, ".1%"),
+    ]
+    if bytes_a_token:
+        scale = bytes_a_token / 1e6
+        before, now = scale * found.before.largest_batch_tokens, scale * found.now.largest_batch_tokens
+        pairs.append(("features of the largest batch, MB", before, now, ",.1f"))
+    rows = tuple(
+        (name, format(before, form), format(now, form), f"{now / before - 1:+.1%}" if before else "-")
+        for name, before, now, form in pairs
+    )
+    caption = (
+        "What a step and the largest batch carry, before and now: the time of a step follows its tokens, memory the largest "
+        "batch."
+    )
+    return Table("shift of the load", caption, ("", "parent version", "this version", "change"), rows)
 
 
 def share(part: float, whole: float) -> str:

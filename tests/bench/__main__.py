@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import data
 import evaluation
 import evidence
 import ship
@@ -77,6 +78,7 @@ def thousand_checkpoints(config: dict[str, object]) -> None:
 def main() -> None:
     """Runs all benchmarks."""
     stream.main()
+    data.main(["5000", "20000"])
     ship.main()
     evaluation.main()
     dflash = [sys.executable, "-m", "dflash"]

@@ -16,6 +16,7 @@ from dflash.base.stage import Inputs
 from dflash.data import buckets
 from dflash.data.batches import BatchPlan
 from dflash.data.buckets_params import BucketsParams
+from dflash.data.lengths import length_counts
 
 PARAMS = BucketsParams(token_budget=120, max_seq_len=40, max_batch_size=8, quantiles=3, batches_per_step=2)
 
@@ -95,6 +96,72 @@ def test_equal_content_gives_equal_bytes(dataset_dir: Path, tmp_path: Path) -> N
     run(dataset_dir, tmp_path / "one")
     run(dataset_dir, tmp_path / "two")
     assert (tmp_path / "one/buckets.json").read_bytes() == (tmp_path / "two/buckets.json").read_bytes()
+
+
+def lengths_of_mean(mean: float, count: int, seed: int) -> np.ndarray:
+    """Long-tailed lengths in [40, 8193] whose mean is the given one to a token."""
+    drawn = np.random.default_rng(seed).lognormal(0, 0.71, count)
+    low, high = 100.0, 8000.0
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.clip(drawn * middle, 40, 8193).mean() < mean else (low, middle)
+    return np.clip(drawn * low, 40, 8193).astype(np.int64)
+
+
+STORY = BucketsParams(token_budget=65536, max_batch_size=32, max_seq_len=8193, edges=[752, 1400, 2200, 3295, 8193])
+
+
+def two_versions() -> tuple[dict, dict]:
+    """The dataset that grew from 902,087 samples of mean 2,068 to 1.1 million of mean 2,202, a tenth of each: the shift, and
+    the parent as `dataset.json` would keep it."""
+    before = lengths_of_mean(2068.5, 90_209, 1)
+    mean_of_new = (2202.5 * 110_000 - before.sum()) / 19_791
+    now = np.concatenate([before, lengths_of_mean(mean_of_new, 19_791, 2)])
+    parent = {"digest": "a" * 64, "samples": len(before), "length_counts": length_counts(before)}
+    return buckets.shift(BatchPlan(now, [""] * len(now), STORY, "0" * 12), parent), parent
+
+
+def test_the_story_of_two_versions_is_told_by_the_shift() -> None:
+    found, _ = two_versions()
+    assert round(found["before"]["mean_length"]) == 2068
+    assert round(found["now"]["mean_length"]) == 2202
+    *shorter, longest = found["buckets"]
+    assert (longest["above"] + 1, longest["up_to"]) == (3296, 8193)
+    assert longest["batch_share_now"] == pytest.approx(0.466, abs=0.005)
+    assert longest["batch_share_now"] - longest["batch_share_before"] > 0.03
+    assert all(row["batch_share_now"] < row["batch_share_before"] for row in shorter[:3])
+    assert sum(row["batch_share_now"] for row in found["buckets"]) == pytest.approx(1.0)
+    assert "the mean length went from 2,068 to 2,202 (+6.5%)" in found["warnings"]
+    assert found["now"]["largest_batch_tokens"] <= STORY.token_budget
+
+
+def test_a_shift_under_the_threshold_warns_of_nothing() -> None:
+    _, parent = two_versions()
+    same = buckets.lengths_from(parent["length_counts"])
+    plan = BatchPlan(same, [""] * len(same), STORY, "0" * 12)
+    found = buckets.shift(plan, parent)
+    assert found["warnings"] == []
+    assert all(row["batch_share_before"] == row["batch_share_now"] for row in found["buckets"])
+
+
+def test_a_parent_with_longer_samples_than_any_now_has_a_bucket_to_fall_into(dataset_dir: Path) -> None:
+    samples = buckets.load_train_samples(dataset_dir)
+    plan = BatchPlan(samples.lengths, samples.ids, PARAMS.model_copy(update={"max_seq_len": 120}), "0" * 12)
+    found = buckets.shift(plan, {"digest": "a", "length_counts": {"lengths": [10, 110], "counts": [5, 5]}})
+    assert found["buckets"][-1]["up_to"] == 110
+    assert sum(row["sample_share_before"] for row in found["buckets"]) == pytest.approx(1.0)
+
+
+def test_packing_is_what_next_fit_gives(dataset_dir: Path, tmp_path: Path) -> None:
+    samples = buckets.load_train_samples(dataset_dir)
+    plan = BatchPlan(samples.lengths, samples.ids, PARAMS, "0" * 12)
+    rows, held = 1, 0
+    for length in plan.lengths[plan.epoch(0).rows].tolist():
+        if held + length > PARAMS.token_budget:
+            rows, held = rows + 1, 0
+        held += length
+    assert buckets.packed_padding(plan) == pytest.approx(1 - plan.lengths.sum() / (rows * PARAMS.token_budget))
+    assert run(dataset_dir, tmp_path)["shift"] is None
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=100))

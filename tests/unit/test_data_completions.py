@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from data_road import (
 
 from dflash.base.errors import PermanentError
 from dflash.base.stage import Inputs
-from dflash.data import completions
+from dflash.data import completions, dataset
 from dflash.data.chat import render
-from dflash.data.completions import GENERATION_BATCH, generation_batches, requests_of, sample_seed
+from dflash.data.completions import GENERATION_BATCH, generation_batches, requests_of
+from dflash.data.dataset_params import DatasetParams
 from dflash.data.prompts import messages_id
+from dflash.data.requests import sample_seed
 from dflash.data.schemas import COMPLETIONS, PROMPTS
 from dflash.data.tables import read_rows
 
@@ -217,7 +220,9 @@ def test_a_prompt_that_the_template_refuses_is_an_error_in_the_ledger(
     run_prompts(write_lines(tmp_path / "source.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), tmp_path)
     strict = Dying(1)
     strict.tokenizer = type(strict.tokenizer)(tokenizer_object=strict.tokenizer.backend_tokenizer)
-    strict.tokenizer.chat_template = "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}a"
+    strict.tokenizer.chat_template = (
+        "{% if messages[0].content == 'b' %}{{ raise_exception('no b') }}{% endif %}a{{ add_generation_prompt }}"
+    )
     use(monkeypatch, strict)
     outputs = run_completions(tmp_path, tmp_path / "out")
     assert (outputs.counts.ok, outputs.counts.error, outputs.counts.balanced()) == (1, 1, True)
@@ -242,3 +247,22 @@ def test_a_target_directory_that_was_not_handed_over_is_named(prompts_dir: Path,
         completions.run(
             completions_params(target=fixed), Inputs({"prompts": upstream(prompts_dir)}), tmp_path, context()
         )
+
+
+def test_the_shards_of_a_source_answer_every_prompt_once_and_merge_to_what_one_job_gives(
+    prompts_dir: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    given = {}
+    for shard in range(3):
+        run_completions(prompts_dir, tmp_path / str(shard), shard=shard, shards=3)
+        given[f"completions/numbers@{shard}"] = upstream(tmp_path / str(shard), "completions")
+    parts = [read_rows(tmp_path / str(shard) / "completions.parquet", COMPLETIONS) for shard in range(3)]
+    whole = read_rows(undisturbed / "completions.parquet", COMPLETIONS)
+    by_id = {row["id"]: row for rows in parts for row in rows}
+    assert sum(map(len, parts)) == len(by_id) == len(whole)
+    assert all(by_id[row["id"]] == row for row in whole)
+    (tmp_path / "merged").mkdir()
+    dataset.run(DatasetParams(min_completion_tokens=1), Inputs(given), tmp_path / "merged", context())
+    record = json.loads((tmp_path / "merged/dataset.json").read_text())
+    assert record["sources"].keys() == {"numbers"}
+    assert record["sources"]["numbers"]["total"] == len(whole)

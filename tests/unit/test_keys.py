@@ -155,9 +155,20 @@ def test_nothing_but_where_and_how_fast_stays_out_of_the_keys() -> None:
     for model, name in ((stage.params_model(), stage.name) for stage in STAGES):
         left_out[name] = {field for field in model.model_fields if model.role_of(field) == PLACEMENT}
     assert left_out == {
-        "prompts": {"path"},
-        "completions": {"batch_size"},
-        "dataset": {"exclude"},
+        "prompts": {"path", "licence"},
+        "completions": {
+            "batch_size",
+            "endpoints",
+            "model",
+            "send_prompts",
+            "concurrency",
+            "timeout",
+            "deadline",
+            "attempts",
+            "pause",
+            "api_key_variable",
+        },
+        "dataset": {"exclude", "parent"},
         "buckets": set(),
         "train": {
             "stop_at",
