@@ -24,9 +24,14 @@ from dflash.train.roles import Roles
 
 POLL = 0.1
 GRACE = 1.0
-"""Seconds that the others have to end by themselves, so that the one to blame is among those that have ended."""
+"""Seconds that the others have to end by themselves once one has ended that may be to blame."""
+CULPRIT_GRACE = 15.0
+"""Seconds to wait for the one to blame when all that have ended lost another rank: a killed process with tens of GB on a GPU
+takes seconds to be gone (3 to 4 seen on an H200), and its peers notice first."""
 BLAME = ("permanent", "config", "corrupt")
 """Failures that explain themselves, before deaths that do not; a rank that lost another one is never to blame."""
+LOST_A_PEER = 3
+"""Innocence of a rank that ended because another was gone."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +127,15 @@ class Children:
         return f"{self.roles.name(rank)} on {self.host} {how}{said}"
 
     def _end_the_rest(self) -> None:
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
+        begun = time.monotonic()
+        found = None
+        while any(process.poll() is None for process in self.processes):
+            now = time.monotonic()
+            ends = [status for process in self.processes if (status := process.poll())]
+            if found is None and any(_innocence(status) < LOST_A_PEER for status in ends):
+                found = now
+            if now >= (found + GRACE if found is not None else begun + CULPRIT_GRACE):
+                return
             time.sleep(POLL)
 
     def _kill(self) -> None:
@@ -163,4 +175,4 @@ def _innocence(status: int) -> int:
         return 0
     if status < 0:
         return 1
-    return 3 if status == EXIT_BY_KIND["transient"] else 2
+    return LOST_A_PEER if status == EXIT_BY_KIND["transient"] else 2
