@@ -222,6 +222,12 @@ class Shipped(Read):
     finished: str = ""
 
 
+class ShippedRecord(Read):
+    """The workflow's record of a shipment (`dflash/shipments.py`), which holds the receipt of the copy."""
+
+    shipment: Shipped
+
+
 @dataclass(frozen=True)
 class Shipment:
     """One shipment: of which result (and step), to which host."""
@@ -543,10 +549,10 @@ def _read_shipments(evidence: Evidence) -> None:
     for entry in evidence.manifest.stages:
         for path in sorted((evidence.store / "ship" / entry.key).glob("*/*.json")):
             step = path.stem.removeprefix("step_")
-            read = evidence.attempt("shipments", path, lambda where: read_as(Shipped, where))
+            read = evidence.attempt("shipments", path, lambda where: read_as(ShippedRecord, where))
             if read is not None:
                 number = int(step) if step.isdigit() else None
-                evidence.shipments.append(Shipment(entry.name, number, path.parent.name, read))
+                evidence.shipments.append(Shipment(entry.name, number, path.parent.name, read.shipment))
     evidence.shipments.sort(key=lambda item: (item.name, item.step or 0, item.host))
 
 
