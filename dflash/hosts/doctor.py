@@ -81,14 +81,14 @@ def examine_all(inventory: Inventory, hosts: Sequence[str]) -> list[Checkup]:
 
 def hosts_to_examine(inventory: Inventory) -> list[str]:
     """The hosts of the file, and this machine when it plays a role."""
-    plays = LOCAL in inventory.roles.values()
+    plays = any(LOCAL in players for players in inventory.roles.values())
     return [host for host in inventory.ids() if host != LOCAL or plays or not inventory.entries]
 
 
 def examine(inventory: Inventory, host_id: str) -> Checkup:
     """Looks at one host; whatever goes wrong becomes one of its problems."""
     host = inventory.get(host_id)
-    roles = tuple(role for role, player in inventory.roles.items() if player == host_id)
+    roles = tuple(role for role, players in inventory.roles.items() if host_id in players)
     checkup = Checkup(host_id, roles, host.device or (inventory.device(roles[0]) if roles else "cpu"))
     say = Progress(f"doctor: {host_id}").say
     try:

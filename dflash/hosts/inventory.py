@@ -23,25 +23,29 @@ from dflash.hosts.ssh import SshHost
 
 SECTIONS = ("hosts", "roles", "notify")
 LOCAL = "local"
+SHARED_ROLE = "generate"
+"""The role that several hosts may play at once."""
 M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The hosts and who plays which role. `file`: where it was read from."""
+    """The hosts and who plays which role. `file`: where it was read from. `generate` may be played by several hosts, which share
+    the completions; its first host plays it for everything else."""
 
-    roles: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(ROLES, LOCAL))
+    roles: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict.fromkeys(ROLES, (LOCAL,)))
     entries: Mapping[str, HostEntry] = field(default_factory=dict)
     notify: Notify = field(default_factory=Notify)
     file: Path | None = None
 
-    def host(self, role: str) -> str:
-        """The host id that plays a role; the controller is always `local`."""
-        return self.roles.get(role, LOCAL)
+    def host(self, role: str, part: int = 0) -> str:
+        """The host id that plays a role, for part `part` of what is shared; the controller is always `local`."""
+        players = self.roles.get(role, (LOCAL,))
+        return players[part % len(players)]
 
-    def device(self, role: str) -> str:
+    def device(self, role: str, part: int = 0) -> str:
         """The device a role's stages use: as the hosts file says, else CUDA where an NVIDIA driver shows a GPU."""
-        return self.entry(self.host(role)).device or detected_device()
+        return self.entry(self.host(role, part)).device or detected_device()
 
     def ids(self) -> list[str]:
         """All hosts, `local` included."""
@@ -242,22 +246,36 @@ def _hint(word: str, known: Iterable[str]) -> str:
     return f"Did you mean `{near[0]}`?" if near else f"Known: {', '.join(names) or 'none'}."
 
 
-def _roles(entries: Mapping[str, HostEntry], source: Source) -> dict[str, str]:
+def _roles(entries: Mapping[str, HostEntry], source: Source) -> dict[str, tuple[str, ...]]:
     roles = _mapping("roles", source)
-    for role, host in roles.items():
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(ROLES, (LOCAL,))
+    for role, value in roles.items():
         where = source.origin(f"roles.{role}")
         if role not in ROLES:
             raise ConfigError(f"`roles.{role}`: unknown role", where=where, remedy=_hint(role, ROLES))
-        if host != LOCAL and host not in entries:
+        several = isinstance(value, list)
+        if several and (role != SHARED_ROLE or not value):
             raise ConfigError(
-                f"`roles.{role}: {host}` names no host of this file", where=where, remedy=_hint(str(host), entries)
+                f"`roles.{role}: {value}`: one host plays this role",
+                where=where,
+                remedy=f"Name one host; only `{SHARED_ROLE}` may be a list.",
             )
-        entry = entries.get(host)
-        for name in ("workdir", "device"):
-            if entry is not None and entry.kind == "ssh" and getattr(entry, name) is None:
-                raise ConfigError(
-                    f"`hosts.{host}.{name}` is missing: a host that plays a role (`roles.{role}`) needs one",
-                    where=source.origin(f"hosts.{host}"),
-                    remedy=WANTED[name],
-                )
-    return {role: str(roles.get(role, LOCAL)) for role in ROLES}
+        found[role] = tuple(str(host) for host in (value if several else [value]))
+        for host in found[role]:
+            _check_player(role, host, entries, source, where)
+    return found
+
+
+def _check_player(role: str, host: str, entries: Mapping[str, HostEntry], source: Source, where: str) -> None:
+    if host != LOCAL and host not in entries:
+        raise ConfigError(
+            f"`roles.{role}: {host}` names no host of this file", where=where, remedy=_hint(host, entries)
+        )
+    entry = entries.get(host)
+    for name in ("workdir", "device"):
+        if entry is not None and entry.kind == "ssh" and getattr(entry, name) is None:
+            raise ConfigError(
+                f"`hosts.{host}.{name}` is missing: a host that plays a role (`roles.{role}`) needs one",
+                where=source.origin(f"hosts.{host}"),
+                remedy=WANTED[name],
+            )

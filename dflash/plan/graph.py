@@ -150,6 +150,7 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
         *,
         extra: dict[str, Any] | None = None,
         steps: list[int] | None = None,
+        part: int = 0,
     ) -> Node:
         stage = BY_NAME[name.split("/")[0]]
         inputs = {known_as: nodes[item] for known_as, item in upstream.items()}
@@ -171,8 +172,8 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
                 {
                     **params.placement_values(),
                     **_files_placement(stage, values, run),
-                    "host": plan.config.inventory.host(stage.role),
-                    "device": plan.config.inventory.device(stage.role),
+                    "host": plan.config.inventory.host(stage.role, part),
+                    "device": plan.config.inventory.device(stage.role, part),
                 },
                 stage_directory(plan.store, stage.name, document.key),
                 inputs,
@@ -186,10 +187,13 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
         nodes[name] = node
         return node
 
+    answered = 0  # completions are dealt to the hosts that share the role, across sources and shards
     for source in run.prompts:
         add(f"prompts/{source.name}", source, f"prompts/{source.name}", {})
-        for name, part in answered_parts(source):
-            add(name, run.completions, "completions", {"prompts": f"prompts/{source.name}"}, extra=part)
+        for name, shard in answered_parts(source):
+            read = {"prompts": f"prompts/{source.name}"}
+            add(name, run.completions, "completions", read, extra=shard, part=answered)
+            answered += 1
     add("dataset", run.dataset, "dataset", _same(*(name for source in run.prompts for name in sample_nodes(source))))
     add("buckets", run.batching, "batching", _same("dataset"))
     _check_parent(plan.store, run)

@@ -196,8 +196,8 @@ def test_problems_name_their_host_once() -> None:
 def test_this_machine_is_looked_at_when_it_plays_a_role() -> None:
     entries = {"box": HostEntry(kind="ssh", address="b", agent=True)}
     assert hosts_to_examine(Inventory()) == ["local"]
-    assert hosts_to_examine(Inventory({"gpu": "box", "eval": "box"}, entries)) == ["box"]
-    assert hosts_to_examine(Inventory({"gpu": "box", "eval": "local"}, entries)) == ["box", "local"]
+    assert hosts_to_examine(Inventory({"gpu": ("box",), "eval": ("box",)}, entries)) == ["box"]
+    assert hosts_to_examine(Inventory({"gpu": ("box",), "eval": ("local",)}, entries)) == ["box", "local"]
 
 
 def test_sizes_are_told_as_people_say_them() -> None:

@@ -168,6 +168,9 @@ def test_keys_are_offered_only_as_configured(tmp_path: Path) -> None:
         ("roles:\n  cook: local", 2, "`roles.cook`: unknown role"),
         ("roles:\n  evel: local", 2, "Did you mean `eval`?"),
         ("hosts: {box: {kind: local}}\nroles:\n  gpu: bx", 3, "`roles.gpu: bx` names no host.* Did you mean `box`?"),
+        ("hosts: {a: {kind: local}}\nroles:\n  gpu: [a, local]", 3, "one host plays this role"),
+        ("hosts: {a: {kind: local}}\nroles:\n  generate: []", 3, "one host plays this role"),
+        ("hosts: {a: {kind: local}}\nroles:\n  generate: [a, b]", 3, "`roles.generate: b` names no host"),
         ("hosts: {a: {kind: ssh, address: b, agent: true}}\nroles: {gpu: a}", 1, "`hosts.a.workdir` is missing"),
         (
             "hosts: {a: {kind: ssh, address: b, agent: true, workdir: /w}}\nroles: {gpu: a}",

@@ -21,13 +21,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(make_folder(tmp_path / "work"))
 
 
-def hosts_file(**roles: str) -> str:
+def hosts_file(**roles: str | list[str]) -> str:
     hosts = {name: {"kind": "local", "workdir": f"/srv/{name}", "device": "cpu"} for name in ("a", "b", "c")}
     Path("hosts.yaml").write_text(yaml.safe_dump({"hosts": {**hosts, "here": {"kind": "local"}}, "roles": roles}))
     return "hosts.yaml"
 
 
-def plan_with(**roles: str) -> Plan:
+def plan_with(**roles: str | list[str]) -> Plan:
     return plan_of(hosts=hosts_file(**roles))
 
 
@@ -65,6 +65,17 @@ def test_what_another_host_makes_is_shipped_to_who_needs_it() -> None:
     assert coming(plan, "references/torch") == {"dataset": ("local", "b")}
     assert coming(plan, "evaluate", 2) == {"train": ("a", "b"), "dataset": ("local", "b")}
     assert coming(plan, "dataset") == {}
+
+
+def test_hosts_that_share_the_completions_get_one_shard_after_the_other_each() -> None:
+    sources = [{"name": "short", "path": "config/micro/short.jsonl", "shards": 3}]
+    alone = plan_of(prompts=sources)
+    shared = plan_of(prompts=sources, hosts=hosts_file(generate=["a", "b"]))
+    shards = [f"completions/short@{number}" for number in range(3)]
+    assert [node(shared, name).placement["host"] for name in shards] == ["a", "b", "a"]
+    assert [node(shared, name).key for name in shards] == [node(alone, name).key for name in shards]
+    assert coming(shared, "completions/short@1") == {"prompts": ("a", "b")}
+    assert coming(shared, "dataset") == {"completions/short@1": ("b", "a")}
 
 
 def test_a_result_that_stands_comes_from_where_it_was_made() -> None:

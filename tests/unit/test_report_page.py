@@ -416,7 +416,9 @@ def test_shipments_are_told_with_size_rate_and_whether_they_were_verified(tmp_pa
     assert "Nothing was shipped" in Outline(made.report()).text
     for step, verified in ((250, True), (300, False)):
         record = {"bytes": 3_500_000_000, "seconds": 35.0, "bytes_per_second": 1e8, "verified": verified, "files": 2}
-        write_json(made.store / "ship" / made.directory("train").name / "judge" / f"step_{step}.json", {"shipment": record})
+        write_json(
+            made.store / "ship" / made.directory("train").name / "judge" / f"step_{step}.json", {"shipment": record}
+        )
     text = Outline(made.report()).text
     assert "2 shipments, 7 GB in 70 s, 100 MB/s on average; 1 of 2 verified byte by byte" in text
     assert "train step 300 ? to judge 3.5 GB 35.0 s 100 MB/s NO" in text
@@ -424,7 +426,9 @@ def test_shipments_are_told_with_size_rate_and_whether_they_were_verified(tmp_pa
 
 def test_a_damaged_record_of_a_shipment_is_named(tmp_path: Path) -> None:
     made = make_run(tmp_path)
-    write_json(made.store / "ship" / made.directory("train").name / "judge" / "step_300.json", {"shipment": {"bytes": "many"}})
+    write_json(
+        made.store / "ship" / made.directory("train").name / "judge" / "step_300.json", {"shipment": {"bytes": "many"}}
+    )
     assert "judge/step_300.json" in made.report()
 
 
@@ -462,7 +466,9 @@ def test_a_page_of_two_hundred_evaluations_stays_under_two_megabytes(tmp_path: P
     made = make_run(tmp_path, Story(steps=list(range(5, 1005, 5))))
     for step in made.manifest.steps:
         record = {"bytes": 3_500_000_000, "seconds": 35.0, "bytes_per_second": 1e8, "verified": True}
-        write_json(made.store / "ship" / made.directory("train").name / "judge" / f"step_{step}.json", {"shipment": record})
+        write_json(
+            made.store / "ship" / made.directory("train").name / "judge" / f"step_{step}.json", {"shipment": record}
+        )
     started = time.monotonic()
     html = made.report()
     assert len(html.encode()) < 2_000_000
