@@ -318,6 +318,7 @@ def export(
     print(destination)
 
 
+@app.command()
 def inspect(
     path: Path,
     everything: Annotated[bool, typer.Option("--all", help="Every field of the record, one a line.")] = False,
