@@ -100,6 +100,7 @@ def ensure_alive(
     if not ahead or _at_work(directory):
         return
     _refuse_known_failure(directory, invocation_id(invocation))
+    _tell_of_a_death(directory, progress or Progress("train"))
     told = -QUEUE_SAY
     while held_by := _start_launcher(directory, store, placement, run, invocation_id(invocation)):
         if time.monotonic() - told >= QUEUE_SAY:
@@ -416,6 +417,13 @@ def _refuse_unsaved(directory: Path, step: int, holder: LeaseRecord) -> None:
     if status.alert:
         raise PermanentError(f"step {step} was not saved: {status.alert}", where=str(directory))
     schedule.refuse_passed(directory, [step])
+
+
+def _tell_of_a_death(directory: Path, progress: Progress) -> None:
+    """Says how the last attempt died: nobody may have been waiting for it when it did."""
+    numbers = attempt_numbers(directory)
+    if numbers and Attempt.read(attempt_path(directory, numbers[-1])).exit != 0:
+        progress.say(f"the trainer died{_last_end(directory)}; starting it again. Its log ends:\n{log_tail(directory)}")
 
 
 def _last_end(directory: Path) -> str:

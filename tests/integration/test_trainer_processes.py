@@ -66,7 +66,9 @@ def launch_again(training: Training) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=False, env=launch._environment(), timeout=60)
 
 
-def test_a_killed_trainer_is_recorded_and_resumed_and_no_batch_differs(training: Training, tmp_path: Path) -> None:
+def test_a_killed_trainer_is_recorded_and_resumed_and_no_batch_differs(
+    training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     training.ensure_alive(5, 10, FAR)
     wait_until(lambda: reached(training, 12), 120)
     kill(record(training, 1).trainer_pid)
@@ -76,7 +78,9 @@ def test_a_killed_trainer_is_recorded_and_resumed_and_no_batch_differs(training:
     assert (ended.signal, ended.exit) == ("SIGKILL", None)
     assert ended.end is not None
 
+    assert "died" not in capsys.readouterr().err
     training.ensure_alive(5, 10, 20, FAR)
+    assert "the trainer died (attempt 1 was killed by SIGKILL); starting it again" in capsys.readouterr().err
     training.wait(20)
     undisturbed = again(training, tmp_path / "undisturbed")
     undisturbed.run(20)
