@@ -22,7 +22,7 @@ run-two-hosts: $(VENV)/ready
 
 test: lint
 	DFLASH_ZLAB_PATH=$(CURDIR)/$(VENV)/oracles/zlab DFLASH_FLA_PATH=$(CURDIR)/$(VENV)/oracles/fla \
-	  $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	  $(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check dflash tests config
