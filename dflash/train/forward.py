@@ -63,8 +63,9 @@ def bucket_shapes(plan: BatchPlan, params: TrainParams) -> dict[int, Shape]:
 def aligned(shape: Shape, block_size: int) -> Shape:
     """The shape with keys (context and blocks) in whole multiples of `ALIGNMENT`.
 
-    CUDA's memory-efficient attention reads its mask in vectors. Eager torch copies a mask of odd width to an aligned one; the
-    graph that inductor makes of it (torch 2.11) does not, and its backward reads past the end.
+    CUDA's memory-efficient attention reads its mask in vectors, and eager torch copies a mask of odd width to an aligned one. A
+    compiled training with such masks died of an illegal memory access in its backward on an H200 (torch 2.11). That alignment
+    cures it has not been tried there: `tests/bench/gpu/compiled.py` will tell.
     """
     anchors = shape.anchors
     while anchors * block_size % ALIGNMENT:

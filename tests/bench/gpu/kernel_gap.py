@@ -8,6 +8,11 @@ Qwen3.6-27B's shapes (random weights drawn on the GPU, every fourth layer of ful
 both kernels, and under the first in float32 (the cut with its weights rounded to bfloat16, the demo's as they are stored, in
 float16), which says which of the two is nearer to the truth. A process each, side by side: what is bound holds for the whole
 process. Prints a table and a JSON line a target. About a minute on an H200, 40 GB of its memory at 16 layers (float32).
+
+Seen on one H200 (torch 2.11, transformers 5.17, fla 0.6), torch against fla: the demo's hidden states differ by 0.23% after the
+first layer and 0.91% after the eighth, the next token is the same on 98.9% of 9,411 tokens, tau of 80 requests differs by 0.0016
+[-0.0013, 0.0046] as a chain and 0.0032 [0.0005, 0.0060] as a tree of 16. Of the cut, 0.47% after the first layer and 3.3% after
+the sixteenth; from float32 both are equally far, 2.7% and 2.8%.
 """
 
 from __future__ import annotations
