@@ -474,7 +474,22 @@ def stage(
         placed = json.loads(placement)
     except ValueError as error:
         raise ConfigError(f"`--placement` is not JSON ({error})") from error
+    _refuse_other_code(name, placed.get("code"))
     main_stage(name, params, store, step, placed, run_name)
+
+
+def _refuse_other_code(name: str, planned: str | None) -> None:
+    """Stops a job whose code was edited after the plan was made: its result would lie under the key of the old code."""
+    from dflash.plan.code import code_digest
+    from dflash.plan.graph import stage_modules
+    from dflash.stages import BY_NAME
+
+    if planned and name in BY_NAME and code_digest(stage_modules(BY_NAME[name])).digest != planned:
+        raise PermanentError(
+            "the code of this stage has changed since the plan was made",
+            where=name,
+            remedy="Run `dflash run` again; it plans with the code as it is now.",
+        )
 
 
 @app.command("ship-result", hidden=True)

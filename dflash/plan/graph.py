@@ -174,6 +174,7 @@ def _plan_run(plan: Plan, run: RunConfig, codes: Mapping[str, CodeDigest]) -> Pl
                     **_files_placement(stage, values, run),
                     "host": plan.config.inventory.host(stage.role, part),
                     "device": plan.config.inventory.device(stage.role, part),
+                    "code": codes[stage.name].digest,
                 },
                 stage_directory(plan.store, stage.name, document.key),
                 inputs,

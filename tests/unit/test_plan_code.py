@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash.base.errors import PermanentError
+from dflash.cli import _refuse_other_code
 from dflash.plan.code import _scan, bare_source, closure, code_digest, source_root
 from dflash.plan.graph import stage_modules
 from dflash.stages import BY_NAME, STAGES
@@ -102,3 +104,11 @@ def test_stage_code_imports_nothing_dynamically() -> None:
             assert "import_module" not in text, module
             assert "__import__" not in text, module
             assert "exec(" not in text.replace("model.eval(", ""), module
+
+
+def test_a_job_of_code_that_was_edited_after_the_plan_is_refused() -> None:
+    digest = code_digest(stage_modules(BY_NAME["buckets"])).digest
+    _refuse_other_code("buckets", digest)
+    _refuse_other_code("buckets", None)
+    with pytest.raises(PermanentError, match="changed since the plan was made"):
+        _refuse_other_code("buckets", digest[::-1])
