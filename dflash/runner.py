@@ -242,6 +242,24 @@ def input_digests(inputs: Inputs) -> dict[str, str]:
     return {name: item.receipt.content_digest() for name, item in inputs.upstream.items() if item.receipt is not None}
 
 
+def changed_inputs(job: Job, receipt: Receipt, shipped: Collection[str] = ()) -> list[str]:
+    """The inputs that a result was made from and that have other content now, by the receipts that stand in the job's store.
+
+    Args:
+        shipped: inputs whose receipts lie beside their copies.
+    """
+    changed = []
+    for name, key in read_params(job.directory).upstream.items():
+        stage = name.split("/", 1)[0]
+        if name not in receipt.inputs or (stage in STEPWISE_RECEIPTS and job.step is None):
+            continue
+        folder = (shipped_directory if name in shipped else stage_directory)(job.store, stage, key)
+        standing = receipt_path(folder, stage, job.step if stage in STEPWISE_RECEIPTS else None)
+        if standing.exists() and Receipt.read(standing).content_digest() != receipt.inputs[name]:
+            changed.append(name)
+    return changed
+
+
 def host_context(job: Job, attempt: int = 1) -> HostContext:
     """This host, as stages see it."""
     placement = {**job.placement, "store": str(job.store), "run": job.run, "scratch": str(job.directory / "partial")}
