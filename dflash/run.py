@@ -84,7 +84,7 @@ def run(options: RunOptions) -> int:
     plan = build_plan(load_config(options.files))
     require_reachable(plan)
     if options.dry_run:
-        there = check_elsewhere(plan)
+        there = check_elsewhere(plan, options.deep)
         for damage in find_damage(plan, deep=options.deep, there=there, everything=options.deep):
             say(f"damaged: {damage.sentence()}; made again by {damage.remedy()}")
         require_decisions(plan)
@@ -108,7 +108,7 @@ def run(options: RunOptions) -> int:
 
 def _run_locked(plan: Plan, options: RunOptions) -> int:
     """Verifies and makes what is missing, as the only `dflash run` of this results folder."""
-    there = check_elsewhere(plan)
+    there = check_elsewhere(plan, options.deep)
     if os.environ.get(DETACHED):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with owner_lock(plan.config.results, follow=True) as descriptor:
@@ -249,13 +249,14 @@ def require_reachable(plan: Plan) -> None:
             refuse_passed(node.directory, [step for step in node.steps if not node.receipt(step).exists()])
 
 
-def check_elsewhere(plan: Plan) -> CheckThere | None:
-    """What asks other hosts about the files that were left there; None when everything is here."""
+def check_elsewhere(plan: Plan, deep: bool = False) -> CheckThere | None:
+    """What asks other hosts about the files that were left there, and has them read every byte when `deep`; None when
+    everything is here."""
     inventory = plan.config.inventory
     if all(place_of(inventory, host) == LOCAL for host in inventory.ids()):
         return None
 
-    def check(place: str, files: list[list[Any]], shipped: list[str], *, deep: bool = False) -> dict[str, str]:
+    def check(place: str, files: list[list[Any]], shipped: list[str], *, deep: bool = deep) -> dict[str, str]:
         from dflash.remote import check_there
         from dflash.there import find_faults
 

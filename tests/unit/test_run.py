@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from plan_store import make_folder, plan_of
 
 from dflash import run as workflow
@@ -46,3 +47,15 @@ def test_a_stopped_training_is_refused_before_snakemake_starts_and_resume_lets_i
     assert run(RunOptions([Path("config.yaml")], resume=True)) == 1
     assert not marker.exists()
     assert started
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_deep_has_other_hosts_read_every_byte(monkeypatch: pytest.MonkeyPatch, deep: bool) -> None:
+    hosts = {"hosts": {"a": {"kind": "local", "workdir": "/srv/a", "device": "cpu"}}, "roles": {"gpu": "a"}}
+    Path("hosts.yaml").write_text(yaml.safe_dump(hosts))
+    asked: list[bool] = []
+    monkeypatch.setattr("dflash.remote.check_there", lambda *_, deep: asked.append(deep) or {})
+    plan_of(hosts="hosts.yaml")
+    monkeypatch.setattr(workflow, "find_damage", lambda plan, there, **_: list(there("a", [], [])))
+    run(RunOptions([Path("config.yaml")], dry_run=True, deep=deep))
+    assert asked == [deep]
