@@ -454,6 +454,12 @@ def _explain_failure(plan: Plan, since: float) -> list[str]:
             if node.missing():
                 causes.append(f"{node.name} {node.key}: {failure.message}")
                 say(causes[-1])
+    for path in sorted(plan.store.glob("ship/*/*/.*.failure.json")):
+        with contextlib.suppress(DflashError):
+            if path.stat().st_mtime >= since:
+                failure = Failure.read(path)
+                causes.append(f"{failure.stage} {failure.key} to {path.parent.name}: {failure.message}")
+                say(causes[-1])
     return causes
 
 
