@@ -316,6 +316,8 @@ def _accept(job: Job, document: ParamsFile, receipts: Mapping[str, bytes], host:
         path = job.directory / output.path
         if not stays_there(output) and (not path.is_file() or sha256_file(path) != output.sha256):
             raise CorruptError("the file that came back is not the one that its receipt names", where=str(path))
+    # A host may have made it under another name, for another controller; planning looks for it where this one asked.
+    receipt = receipt.model_copy(update={"host": str(job.placement["host"])})
     receipt.write(job.receipt)
     job.failure.unlink(missing_ok=True)
     return receipt

@@ -103,3 +103,10 @@ def test_an_answer_made_from_another_input_is_not_accepted(plan: Plan) -> None:
     stand(node(plan, "dataset"), "otherwise")
     with pytest.raises(CorruptError, match="made from another dataset"):
         accept(job, receipt)
+
+
+def test_a_result_is_known_by_the_name_under_which_the_host_was_asked(plan: Plan) -> None:
+    job = job_of(plan, "buckets", host="box")
+    elsewhere = Receipt.read(job.receipt).model_copy(update={"host": "as-another-controller-calls-it"})
+    assert accept(job, elsewhere).host == "box"
+    assert Receipt.read(job.receipt).host == "box"
