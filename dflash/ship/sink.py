@@ -210,6 +210,7 @@ def listing(base: str, include: List[str]) -> Dict[str, Tuple[int, int, int]]:
         elif stat.S_ISDIR(state.st_mode):
             for name in sorted(os.listdir(path)):
                 if relative != SINGLE or not include or name in include:
+                    require_utf8(path, name)
                     look(os.path.join(path, name), name if relative == SINGLE else relative + "/" + name)
         else:
             raise Failure("permanent", "neither a regular file nor a folder", path, "Ship what it points to instead.")
@@ -219,6 +220,15 @@ def listing(base: str, include: List[str]) -> Dict[str, Tuple[int, int, int]]:
     if missing:
         raise Failure("permanent", "there is no `%s` in it" % missing[0], base, "Is it a checkpoint?")
     return found
+
+
+def require_utf8(folder: str, name: str) -> None:
+    """Refuses a file name that a manifest, which is JSON, cannot hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(os.path.join(folder, name)).decode("utf-8", "backslashreplace")
+        raise Failure("permanent", "the file name is not UTF-8", shown, "Rename it.") from None
 
 
 def hash_range(path: str, offset: int, length: int, moved: Callable[[int], None]) -> str:
@@ -547,9 +557,12 @@ def send_main() -> None:
             else:
                 used, data = pack(coding, os.pread(stream, chunk.length, chunk.offset))
                 frames.write(DATA, used, chunk.number, bytes.fromhex(chunk.digest), data)
-    except (FileNotFoundError, NotADirectoryError, Failure) as error:
+    except (FileNotFoundError, NotADirectoryError, PermissionError, Failure) as error:
         if isinstance(error, Failure):
             fields = error.fields
+        elif isinstance(error, PermissionError):
+            what, remedy = "the source may not be read", "Check the permissions."
+            fields = {"kind": "permanent", "what": what, "where": str(error.filename), "remedy": remedy}
         else:
             what = "the source was removed while it was copied"
             fields = {"kind": "changed", "what": what, "where": str(error.filename)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +100,37 @@ def test_what_no_shipment_brought_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(sink.Failure, match="no shipment brought"):
         arrive(folder(tmp_path / "new", "the new one"), place)
     assert (place / "weights").read_text() == "somebody's"
+
+
+def test_a_file_name_that_is_not_utf8_is_refused_and_named(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")).write_text("")
+    with pytest.raises(sink.Failure, match="not UTF-8") as refused:
+        sink.listing(str(tmp_path), [])
+    assert refused.value.fields["kind"] == "permanent"
+    assert refused.value.fields["where"] == f"{tmp_path}/caf\\xe9"
+
+
+SEND = """
+import os, sys
+from dflash.ship import sink
+def refuse(path, flags):
+    raise PermissionError(13, "Permission denied", path)
+os.open = refuse
+sys.argv = ["sink.py", "send"]
+sink.main()
+"""
+
+
+def test_a_source_that_may_not_be_read_is_told_and_is_not_tried_again(tmp_path: Path) -> None:
+    request = {"compress": "none", "chunks": [[0, "weights", 0, 1, "0" * 64]], "base": str(tmp_path)}
+    sender = subprocess.Popen([sys.executable, "-c", SEND], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert sender.stdin is not None
+    assert sender.stdout is not None
+    sender.stdin.write(sink.encode(request))
+    sender.stdin.flush()
+    header = sink.HEADER.unpack(sender.stdout.read(sink.HEADER.size))
+    told = json.loads(sender.stdout.read(header[4]))
+    sender.stdin.close()
+    sender.wait(10)
+    assert header[1] == sink.FAILED
+    assert (told["kind"], told["where"]) == ("permanent", str(tmp_path / "weights"))
