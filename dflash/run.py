@@ -33,7 +33,7 @@ from dflash.plan.costly import decide_recompute, require_decisions
 from dflash.plan.explain import reasons
 from dflash.plan.graph import Node, Plan, build_plan
 from dflash.plan.links import relink_latest
-from dflash.plan.places import LOCAL, place_of, planned_place
+from dflash.plan.places import LOCAL, made_at, place_of, planned_place
 from dflash.plan.verify import CheckThere, find_damage, retire
 from dflash.plan.workflow import ACCEPT_ENV, DEFAULT_CONFIG
 from dflash.runner import INVOCATION, controller_identity, process_start
@@ -237,16 +237,30 @@ def print_plan(plan: Plan) -> None:
 
 
 def require_reachable(plan: Plan) -> None:
-    """Refuses scheduled steps that a training has passed without saving them.
+    """Refuses scheduled steps that a training has passed without saving them, and a training that would begin anew on
+    another host than the one that has its checkpoints.
 
     Raises:
-        PermanentError: names the steps, how far training is, and the steps that exist.
+        PermanentError: names the steps, how far training is, and the steps that exist; or both hosts.
     """
     from dflash.train.schedule import refuse_passed
 
     for node in plan.nodes.values():
         if node.stage.name == "train" and node.directory.is_dir():
             refuse_passed(node.directory, [step for step in node.steps if not node.receipt(step).exists()])
+            _refuse_moved(plan, node)
+
+
+def _refuse_moved(plan: Plan, node: Node) -> None:
+    here = planned_place(plan, node)
+    for step in node.steps if node.missing() else ():
+        begun = made_at(plan, node, step)  # of a step that is missing, where it is planned
+        if begun != here:
+            raise PermanentError(
+                f"training {node.key} was begun on {begun}, and roles.gpu is {here} now",
+                where=str(plan.config.inventory.file or node.directory),
+                remedy=f"Set the role back, or move {node.directory} away to train anew.",
+            )
 
 
 def check_elsewhere(plan: Plan, deep: bool = False) -> CheckThere | None:
