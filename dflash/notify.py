@@ -9,6 +9,7 @@ listener. Costs a thread that looks once a minute at trainings that are at work.
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import socket
@@ -53,8 +54,9 @@ class Notifier:
         for deliver in (self._command, self._webhook):
             try:
                 deliver(body)
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
-                print(f"dflash: the notification of `{event}` was not delivered: {error}", file=sys.stderr, flush=True)
+            except (OSError, ValueError, subprocess.SubprocessError, http.client.HTTPException) as error:
+                why = _webhook_fault(error) if deliver == self._webhook else error
+                print(f"dflash: the notification of `{event}` was not delivered: {why}", file=sys.stderr, flush=True)
 
     def _command(self, body: bytes) -> None:
         if self.settings.command:
@@ -68,6 +70,15 @@ class Notifier:
             request = urllib.request.Request(self.settings.webhook, data=body, headers=headers, method="POST")
             with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
                 answer.read(1)
+
+
+def _webhook_fault(error: Exception) -> str:
+    """What went wrong, without the message of the error: it may hold the address, and whoever knows that may post to it."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"the webhook answered with status {error.code}"
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    told = reason.strerror if isinstance(reason, OSError) else ""
+    return f"the webhook could not be reached ({told or type(reason).__name__})"
 
 
 class Lookout:

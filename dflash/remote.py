@@ -38,7 +38,7 @@ from dflash.hosts.code import send_code
 from dflash.hosts.host import Host
 from dflash.hosts.inventory import load_inventory
 from dflash.hosts.lease import CLONE, USER, clone_name, user_name
-from dflash.runner import INVOCATION, Job, beside_copies
+from dflash.runner import INVOCATION, Job, beside_copies, changed_inputs
 from dflash.stages import BY_NAME
 
 STORE = PurePosixPath("results/store")
@@ -301,7 +301,8 @@ def _accept(job: Job, document: ParamsFile, receipts: Mapping[str, bytes], host:
     """Checks what came back against its receipt, and writes the receipt last.
 
     Raises:
-        CorruptError: no receipt came, it is another result's, or a file that came has other bytes than it says.
+        CorruptError: no receipt came, it is another result's, it was made from other inputs than those that stand, or a
+            file that came has other bytes than it says.
     """
     if len(receipts) != 1:
         raise CorruptError("the answer holds no receipt", where=f"{host.id}: {job.label}")
@@ -309,10 +310,14 @@ def _accept(job: Job, document: ParamsFile, receipts: Mapping[str, bytes], host:
     receipt = Receipt.model_validate_json(content)
     if (receipt.stage, receipt.key, receipt.step) != (job.stage.name, document.key, job.step):
         raise CorruptError(f"the answer is of {receipt.stage} {receipt.key} step {receipt.step}", where=host.id)
+    for name in changed_inputs(job, receipt):
+        raise CorruptError(f"the answer was made from another {name}", where=f"{host.id}: {job.label}")
     for output in receipt.outputs:
         path = job.directory / output.path
         if not stays_there(output) and (not path.is_file() or sha256_file(path) != output.sha256):
             raise CorruptError("the file that came back is not the one that its receipt names", where=str(path))
+    # A host may have made it under another name, for another controller; planning looks for it where this one asked.
+    receipt = receipt.model_copy(update={"host": str(job.placement["host"])})
     receipt.write(job.receipt)
     job.failure.unlink(missing_ok=True)
     return receipt

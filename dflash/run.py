@@ -33,7 +33,7 @@ from dflash.plan.costly import decide_recompute, require_decisions
 from dflash.plan.explain import reasons
 from dflash.plan.graph import Node, Plan, build_plan
 from dflash.plan.links import relink_latest
-from dflash.plan.places import LOCAL, place_of, planned_place
+from dflash.plan.places import LOCAL, made_at, place_of, planned_place
 from dflash.plan.verify import CheckThere, find_damage, retire
 from dflash.plan.workflow import ACCEPT_ENV, DEFAULT_CONFIG
 from dflash.runner import INVOCATION, controller_identity, process_start
@@ -84,7 +84,7 @@ def run(options: RunOptions) -> int:
     plan = build_plan(load_config(options.files))
     require_reachable(plan)
     if options.dry_run:
-        there = check_elsewhere(plan)
+        there = check_elsewhere(plan, options.deep)
         for damage in find_damage(plan, deep=options.deep, there=there, everything=options.deep):
             say(f"damaged: {damage.sentence()}; made again by {damage.remedy()}")
         require_decisions(plan)
@@ -108,7 +108,7 @@ def run(options: RunOptions) -> int:
 
 def _run_locked(plan: Plan, options: RunOptions) -> int:
     """Verifies and makes what is missing, as the only `dflash run` of this results folder."""
-    there = check_elsewhere(plan)
+    there = check_elsewhere(plan, options.deep)
     if os.environ.get(DETACHED):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with owner_lock(plan.config.results, follow=True) as descriptor:
@@ -237,25 +237,40 @@ def print_plan(plan: Plan) -> None:
 
 
 def require_reachable(plan: Plan) -> None:
-    """Refuses scheduled steps that a training has passed without saving them.
+    """Refuses scheduled steps that a training has passed without saving them, and a training that would begin anew on
+    another host than the one that has its checkpoints.
 
     Raises:
-        PermanentError: names the steps, how far training is, and the steps that exist.
+        PermanentError: names the steps, how far training is, and the steps that exist; or both hosts.
     """
     from dflash.train.schedule import refuse_passed
 
     for node in plan.nodes.values():
         if node.stage.name == "train" and node.directory.is_dir():
             refuse_passed(node.directory, [step for step in node.steps if not node.receipt(step).exists()])
+            _refuse_moved(plan, node)
 
 
-def check_elsewhere(plan: Plan) -> CheckThere | None:
-    """What asks other hosts about the files that were left there; None when everything is here."""
+def _refuse_moved(plan: Plan, node: Node) -> None:
+    here = planned_place(plan, node)
+    for step in node.steps if node.missing() else ():
+        begun = made_at(plan, node, step)  # of a step that is missing, where it is planned
+        if begun != here:
+            raise PermanentError(
+                f"training {node.key} was begun on {begun}, and roles.gpu is {here} now",
+                where=str(plan.config.inventory.file or node.directory),
+                remedy=f"Set the role back, or move {node.directory} away to train anew.",
+            )
+
+
+def check_elsewhere(plan: Plan, deep: bool = False) -> CheckThere | None:
+    """What asks other hosts about the files that were left there, and has them read every byte when `deep`; None when
+    everything is here."""
     inventory = plan.config.inventory
     if all(place_of(inventory, host) == LOCAL for host in inventory.ids()):
         return None
 
-    def check(place: str, files: list[list[Any]], shipped: list[str], *, deep: bool = False) -> dict[str, str]:
+    def check(place: str, files: list[list[Any]], shipped: list[str], *, deep: bool = deep) -> dict[str, str]:
         from dflash.remote import check_there
         from dflash.there import find_faults
 
@@ -452,6 +467,12 @@ def _explain_failure(plan: Plan, since: float) -> list[str]:
                 continue
             if node.missing():
                 causes.append(f"{node.name} {node.key}: {failure.message}")
+                say(causes[-1])
+    for path in sorted(plan.store.glob("ship/*/*/.*.failure.json")):
+        with contextlib.suppress(DflashError):
+            if path.stat().st_mtime >= since:
+                failure = Failure.read(path)
+                causes.append(f"{failure.stage} {failure.key} to {path.parent.name}: {failure.message}")
                 say(causes[-1])
     return causes
 

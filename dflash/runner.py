@@ -99,7 +99,7 @@ def run_job(job: Job, elsewhere: Callable[[Job], Receipt] | None = None) -> Rece
         DflashError: of the kind that says whether a retry may help.
     """
     watch_controller()
-    _refuse_repeated_failure(job)
+    refuse_repeated_failure(job.failure)
     try:
         if job.stage.name == "train" and elsewhere is None:
             return _wait_for_checkpoint(job)
@@ -109,7 +109,7 @@ def run_job(job: Job, elsewhere: Callable[[Job], Receipt] | None = None) -> Rece
             return _run_locked(job) if elsewhere is None else elsewhere(job)
     except DflashError as error:
         if error.kind != "transient":
-            _leave_failure(job, error)
+            leave_failure(job.failure, job.stage.name, job.directory.name, error)
         raise
 
 
@@ -242,6 +242,24 @@ def input_digests(inputs: Inputs) -> dict[str, str]:
     return {name: item.receipt.content_digest() for name, item in inputs.upstream.items() if item.receipt is not None}
 
 
+def changed_inputs(job: Job, receipt: Receipt, shipped: Collection[str] = ()) -> list[str]:
+    """The inputs that a result was made from and that have other content now, by the receipts that stand in the job's store.
+
+    Args:
+        shipped: inputs whose receipts lie beside their copies.
+    """
+    changed = []
+    for name, key in read_params(job.directory).upstream.items():
+        stage = name.split("/", 1)[0]
+        if name not in receipt.inputs or (stage in STEPWISE_RECEIPTS and job.step is None):
+            continue
+        folder = (shipped_directory if name in shipped else stage_directory)(job.store, stage, key)
+        standing = receipt_path(folder, stage, job.step if stage in STEPWISE_RECEIPTS else None)
+        if standing.exists() and Receipt.read(standing).content_digest() != receipt.inputs[name]:
+            changed.append(name)
+    return changed
+
+
 def host_context(job: Job, attempt: int = 1) -> HostContext:
     """This host, as stages see it."""
     placement = {**job.placement, "store": str(job.store), "run": job.run, "scratch": str(job.directory / "partial")}
@@ -350,26 +368,32 @@ def _output(directory: Path, name: str) -> OutputFile:
     return OutputFile(path=name, size=path.stat().st_size, sha256=sha256_file(path))
 
 
-def _refuse_repeated_failure(job: Job) -> None:
+def refuse_repeated_failure(path: Path) -> None:
+    """Stops at once when the failure at `path` was left in this invocation.
+
+    Raises:
+        RepeatedFailure: with its cause.
+    """
     invocation = os.environ.get(INVOCATION)
-    if invocation is None or not job.failure.exists():
+    if invocation is None or not path.exists():
         return
-    failure = Failure.read(job.failure)
+    failure = Failure.read(path)
     if failure.invocation == invocation:
         raise RepeatedFailure(failure.message)
 
 
-def _leave_failure(job: Job, error: DflashError) -> None:
+def leave_failure(path: Path, stage: str, key: str, error: DflashError) -> None:
+    """Leaves the cause of a failure for retries of this invocation and for who explains it."""
     failure = Failure(
-        stage=job.stage.name,
-        key=job.directory.name,
+        stage=stage,
+        key=key,
         kind=error.kind,
         message=error.message(),
         at=now(),
         invocation=os.environ.get(INVOCATION, ""),
     )
     with contextlib.suppress(PermanentError):
-        failure.write(job.failure)
+        failure.write(path)
 
 
 def process_start(pid: int) -> str | None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dflash.base.errors import PermanentError
+from dflash.base.errors import DflashError, PermanentError
 from dflash.base.files import write_json
 from dflash.base.progress import Progress
 from dflash.base.records import CheckpointManifest, Receipt
@@ -21,7 +21,7 @@ from dflash.base.store import checkpoint_directory, receipt_path, shipped_artifa
 from dflash.hosts.host import Host, LocalHost
 from dflash.plan.places import LOCAL, TARGET
 from dflash.remote import STORE, ask, open_host, raise_error
-from dflash.runner import watch_controller
+from dflash.runner import RepeatedFailure, leave_failure, refuse_repeated_failure, watch_controller
 from dflash.ship.ship import ship
 from dflash.there import make_view
 
@@ -30,10 +30,13 @@ TARGET_BYTES = 4 << 30
 IDLE = 18.0
 """Seconds of silence that mean a dead link: hosts at work answer late, and a blackholed link is to be told within 20."""
 ATTEMPTS = 6
+FINAL = ("config", "permanent")
+"""Kinds of errors that a retry cannot help; bytes that arrived damaged are sent again."""
 
 
 def ship_result(record: Path, store: Path, shipment: Mapping[str, Any]) -> None:
-    """Ships one artifact and writes its record.
+    """Ships one artifact and writes its record. What a retry cannot help leaves its cause beside the record, and a retry of
+    the same invocation stops at once.
 
     Args:
         record: `<store>/ship/<key>/<host>/receipt.json` or `step_<n>.json`.
@@ -43,6 +46,25 @@ def ship_result(record: Path, store: Path, shipment: Mapping[str, Any]) -> None:
         DflashError: it did not arrive whole; a retry goes on where it ended unless the error is permanent.
     """
     watch_controller()
+    failure = failure_path(record)
+    try:
+        refuse_repeated_failure(failure)
+        _ship(record, store, shipment)
+    except RepeatedFailure:
+        raise
+    except DflashError as error:
+        if error.kind in FINAL:
+            leave_failure(failure, f"ship {shipment['stage']}", record.parent.parent.name, error)
+        raise
+    failure.unlink(missing_ok=True)
+
+
+def failure_path(record: Path) -> Path:
+    """Where a shipment leaves the cause of a failure for good."""
+    return record.with_name(f".{record.stem}.failure.json")
+
+
+def _ship(record: Path, store: Path, shipment: Mapping[str, Any]) -> None:
     key, name = record.parent.parent.name, record.stem
     step = int(name.removeprefix("step_")) if name.startswith("step_") else None
     source, destination = _host(shipment, "source"), _host(shipment, "destination")

@@ -28,7 +28,7 @@ from dflash.base.files import DigestCache, sha256_file
 from dflash.base.records import Receipt
 from dflash.base.store import checkpoint_directory, stage_directory, stays_there
 from dflash.plan.verify import retire_checkpoints
-from dflash.runner import Job, quiet_libraries, run_job
+from dflash.runner import Job, changed_inputs, quiet_libraries, run_job
 from dflash.ship.receipt import content_root, require_receipt
 from dflash.stages import BY_NAME
 from dflash.train import launch, schedule
@@ -94,15 +94,28 @@ def _job(root: Path, request: dict[str, Any]) -> Job:
 
 
 def _recheck(job: Job) -> None:
-    """Retires a result that stands here although its bytes are gone: the controller asks because it has none."""
+    """Retires a result that stands here although its bytes are gone or its inputs are others now: the controller asks because
+    it has none.
+
+    Raises:
+        PermanentError: the checkpoints of a training that is at work would have to be moved away.
+    """
     if not job.receipt.exists():
         return
     receipt = Receipt.read(job.receipt)
     faults = [
         why for output in receipt.outputs if (why := _fault(job.directory / output.path, output.size, output.sha256))
     ]
+    shipped = job.placement.get("shipped", ())
+    faults += [f"its input {name} has other content now" for name in changed_inputs(job, receipt, shipped)]
     if not faults:
         return
+    if job.stage.name == "train" and launch.lease.holder(schedule.lease_path(job.directory)) is not None:
+        raise PermanentError(
+            f"its checkpoints must be made again ({faults[0]}), but its trainer is at work",
+            where=job.label,
+            remedy="End it with `dflash stop`, then run again with `--resume`.",
+        )
     mark = f"retired-{time.time_ns()}"
     job.receipt.replace(job.receipt.with_name(f"{job.receipt.name}.{mark}"))
     if job.stage.name == "train" and job.step is not None:

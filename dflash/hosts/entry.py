@@ -121,3 +121,11 @@ class Notify(BaseModel):
     command: tuple[str, ...] = ()
     webhook: str = ""
     on: tuple[Literal["failure", "finish", "low_disk", "starvation"], ...] = ("failure", "finish")
+
+    @field_validator("webhook")
+    @classmethod
+    def _webhook_is_a_url(cls, value: str) -> str:
+        """The message does not repeat the value: whoever knows it may post to it."""
+        if value and not re.fullmatch(r"https?://[!-~]+", value):
+            raise ValueError("must start with http:// or https:// and hold no blanks")
+        return value

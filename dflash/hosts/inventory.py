@@ -220,7 +220,8 @@ def _config_error(error: ValidationError, model: type[BaseModel], path: str, sou
     if not places:
         return ConfigError(f"`{name}`: {message}", where=where, remedy="See the examples in config/hosts.yaml.")
     said = f"{message[:1].lower()}{message[1:]}"
-    return ConfigError(f"`{name}: {first['input']}`: {said}", where=where, remedy=_wanted(model, places[0]))
+    value = "" if places[0] == "webhook" else f": {first['input']}"  # whoever knows a webhook may post to it
+    return ConfigError(f"`{name}{value}`: {said}", where=where, remedy=_wanted(model, places[0]))
 
 
 WANTED = {
@@ -232,6 +233,7 @@ WANTED = {
     "scratch": "Give an absolute path on that host.",
     "python": "Give the path of an interpreter, or one for each role.",
     "wrap": 'Give a list of words in quotes, like ["pct", "exec", "200", "--"].',
+    "webhook": "Give a URL that messages are posted to.",
     "jump": "Give a list of host ids or `user@address:port`.",
 }
 

@@ -8,7 +8,7 @@ an output (digests are remembered by inode, size and modification time); `deep` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def find_damage(
                     found.append(Damage(node, step, receipt, why))
     if there is not None:
         known = {damage.receipt for damage in found}
-        found += [damage for damage in damage_elsewhere(plan, there, everything) if damage.receipt not in known]
+        found += [damage for damage in damage_elsewhere(plan, there, everything, known) if damage.receipt not in known]
     for run in plan.runs:
         manifest = run.directory / "manifest.json"
         why = _manifest_fault(run, manifest) if manifest.exists() else None
@@ -85,13 +85,17 @@ def find_damage(
     return found
 
 
-def damage_elsewhere(plan: Plan, there: CheckThere, everything: bool) -> list[Damage]:
+def damage_elsewhere(plan: Plan, there: CheckThere, everything: bool, lost: Collection[Path] = ()) -> list[Damage]:
     """Results whose bytes are gone on the host that made them, as far as a missing result needs them; a shipment's record
-    whose copy is gone is retired at once, for a copy costs nothing but the copying."""
+    whose copy is gone is retired at once, for a copy costs nothing but the copying.
+
+    Args:
+        lost: receipts that are about to be retired: what they stand for is to be made, and its inputs are needed.
+    """
     results: dict[str, dict[str, tuple[Node, int | None]]] = {}
     files: dict[str, list[list[Any]]] = {}
     copies: dict[str, dict[str, Path]] = {}
-    for node, step in _needed(plan, everything):
+    for node, step in _needed(plan, everything, lost):
         receipt = Receipt.read(node.receipt(step))
         place = place_of(plan.config.inventory, receipt.host)
         if place == LOCAL:
@@ -101,7 +105,7 @@ def damage_elsewhere(plan: Plan, there: CheckThere, everything: bool) -> list[Da
             if name not in results.setdefault(place, {}):
                 results[place][name] = (node, step)
                 files.setdefault(place, []).append([name, output.size, output.sha256])
-    for node, step in _to_make(plan):
+    for node, step in _to_make(plan, lost):
         for shipment in shipments(plan, node, step).values():
             if shipment.path.exists() and not _is_of(shipment, plan):
                 _retire(shipment.path)  # what it tells of has been made again since, with other content
@@ -141,33 +145,36 @@ def _copy_path(plan: Plan, shipment: Shipment) -> str:
     return str(shipped_artifact(store, shipment.stage, shipment.key, shipment.step))
 
 
-def _to_make(plan: Plan) -> list[tuple[Node, int | None]]:
+def _to_make(plan: Plan, lost: Collection[Path]) -> list[tuple[Node, int | None]]:
     """What is missing, reports excepted: those read on the controller only."""
     return [
         (node, step)
         for node in plan.nodes.values()
         if node.stage.name != "report"
         for step in (node.steps if node.stage.stepwise else [None])
-        if not node.receipt(step).exists()
+        if not node.receipt(step).exists() or node.receipt(step) in lost
     ]
 
 
-def _needed(plan: Plan, everything: bool) -> list[tuple[Node, int | None]]:
+def _needed(plan: Plan, everything: bool, lost: Collection[Path]) -> list[tuple[Node, int | None]]:
     """The standing results that a missing one will read and that it does not have as a copy already; or all."""
     found: dict[Path, tuple[Node, int | None]] = {}
     if everything:
         for node in plan.nodes.values():
             for step in node.steps if node.stage.stepwise else [None]:
-                if node.receipt(step).exists():
+                if node.receipt(step).exists() and node.receipt(step) not in lost:
                     found[node.receipt(step)] = (node, step)
         return list(found.values())
-    for node, step in _to_make(plan):
+    for node, step in _to_make(plan, lost):
         coming = shipments(plan, node, step)
         for name, upstream in node.inputs.items():
             number = step if upstream.stage.stepwise else None
+            if upstream.stage.stepwise and number is None:
+                continue
+            receipt = upstream.receipt(number)
             copied = name in coming and coming[name].path.exists()
-            if (number is not None or not upstream.stage.stepwise) and upstream.receipt(number).exists() and not copied:
-                found[upstream.receipt(number)] = (upstream, number)
+            if receipt.exists() and receipt not in lost and not copied:
+                found[receipt] = (upstream, number)
     return list(found.values())
 
 

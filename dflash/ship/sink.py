@@ -210,6 +210,7 @@ def listing(base: str, include: List[str]) -> Dict[str, Tuple[int, int, int]]:
         elif stat.S_ISDIR(state.st_mode):
             for name in sorted(os.listdir(path)):
                 if relative != SINGLE or not include or name in include:
+                    require_utf8(path, name)
                     look(os.path.join(path, name), name if relative == SINGLE else relative + "/" + name)
         else:
             raise Failure("permanent", "neither a regular file nor a folder", path, "Ship what it points to instead.")
@@ -219,6 +220,15 @@ def listing(base: str, include: List[str]) -> Dict[str, Tuple[int, int, int]]:
     if missing:
         raise Failure("permanent", "there is no `%s` in it" % missing[0], base, "Is it a checkpoint?")
     return found
+
+
+def require_utf8(folder: str, name: str) -> None:
+    """Refuses a file name that a manifest, which is JSON, cannot hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(os.path.join(folder, name)).decode("utf-8", "backslashreplace")
+        raise Failure("permanent", "the file name is not UTF-8", shown, "Rename it.") from None
 
 
 def hash_range(path: str, offset: int, length: int, moved: Callable[[int], None]) -> str:
@@ -371,6 +381,17 @@ def locked_folder(parent: str, name: str, wait: Callable[[], None] = lambda: Non
         except FileNotFoundError:
             pass
         os.close(descriptor)
+
+
+def remove_unlocked(path: str) -> None:
+    """Removes a folder of `locked_folder` unless somebody holds it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def sweep_pins(parent: str, name: str) -> None:
@@ -536,9 +557,12 @@ def send_main() -> None:
             else:
                 used, data = pack(coding, os.pread(stream, chunk.length, chunk.offset))
                 frames.write(DATA, used, chunk.number, bytes.fromhex(chunk.digest), data)
-    except (FileNotFoundError, NotADirectoryError, Failure) as error:
+    except (FileNotFoundError, NotADirectoryError, PermissionError, Failure) as error:
         if isinstance(error, Failure):
             fields = error.fields
+        elif isinstance(error, PermissionError):
+            what, remedy = "the source may not be read", "Check the permissions."
+            fields = {"kind": "permanent", "what": what, "where": str(error.filename), "remedy": remedy}
         else:
             what = "the source was removed while it was copied"
             fields = {"kind": "changed", "what": what, "where": str(error.filename)}
@@ -894,7 +918,7 @@ class Destination:
             return
         if self._content_is_root():
             self.in_place = True
-        elif self._receipt() is None:
+        elif self._receipt() is None and not self._left_without_receipt():
             if os.listdir(self.partial) == ["stores"]:
                 shutil.rmtree(self.partial)
             raise Failure(
@@ -903,6 +927,22 @@ class Destination:
                 self.path,
                 "Remove it or ship to another path.",
             )
+
+    def _left_without_receipt(self) -> str:
+        """The partial folder of a shipment that was killed after its content came into place and before its receipt: it has
+        a manifest, of the files that are there, and no data."""
+        parent, name = os.path.split(self.path)
+        for entry in sorted(os.listdir(parent)):
+            folder = os.path.join(parent, entry)
+            ours = entry.startswith(".%s." % shortened(name)) and entry.endswith(".partial") and folder != self.partial
+            if not ours or os.path.lexists(os.path.join(folder, "data")):
+                continue
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                files = read_json(os.path.join(folder, "manifest.json"))
+                sizes = {path: size for path, (_, size, _) in listing(self.path, []).items()}
+                if sizes == {item["path"]: item["size"] for item in files}:
+                    return folder
+        return ""
 
     def _resume(self) -> Set[int]:
         """Chunks that are on the disk already. What the journal claims is read and verified; a broken one claims all."""
@@ -1004,6 +1044,7 @@ class Destination:
         descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            killed = self._left_without_receipt() if not self.in_place and self._receipt() is None else ""
             old = self._make_visible() if not self.in_place else ""
             receipt = dict(facts, seal=seal(self.path))
             receipt["seconds"] = round(facts["seconds"] + time.monotonic() - began, 3)
@@ -1015,6 +1056,8 @@ class Destination:
         shutil.rmtree(self.partial, ignore_errors=True)
         if old:
             shutil.rmtree(old, ignore_errors=True)
+        if killed:
+            remove_unlocked(killed)
         self.voice.say("receipt", receipt=receipt)
 
     def _require_all(self) -> None:
@@ -1043,15 +1086,14 @@ class Destination:
             sync_folder(folder)
 
     def _make_visible(self) -> str:
-        """Renames the whole into place; what an older shipment left there is put aside first, its receipt before it."""
+        """Renames the whole into place. What an older shipment left there is put aside first and its receipt removed after:
+        content without a receipt would be a stranger's to whoever ships after a kill in between."""
         aside = ""
         if os.path.lexists(self.path):
-            if os.path.exists(receipt_path(self.path)):
-                os.remove(receipt_path(self.path))
             aside = os.path.join(self.partial, "old")
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(self.path, aside)
-        elif os.path.exists(receipt_path(self.path)):
+        if os.path.exists(receipt_path(self.path)):
             os.remove(receipt_path(self.path))
         os.rename(os.path.join(self.partial, "data"), self.path)
         sync_folder(os.path.dirname(self.path))

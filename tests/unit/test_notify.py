@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from dflash import notify
+from dflash.base.errors import ConfigError
 from dflash.hosts.entry import Notify
+from dflash.hosts.inventory import load_inventory
 from dflash.notify import Lookout, Notifier
 
 
@@ -59,12 +62,42 @@ def test_a_webhook_gets_the_message() -> None:
         Notify(command=("/no/such/program",)),
         Notify(command=(sys.executable, "-c", "raise SystemExit(3)")),
         Notify(webhook="http://127.0.0.1:1/nobody"),
-        Notify(webhook="not a url"),
+        Notify(webhook="http://127.0.0.1:port/nobody"),
     ],
 )
 def test_a_delivery_that_fails_is_said_and_raises_nothing(settings: Notify, capsys: pytest.CaptureFixture[str]) -> None:
     Notifier(settings, "demo").tell("failure", "it broke")
     assert "was not delivered" in capsys.readouterr().err
+
+
+def test_a_webhook_that_answers_nonsense_raises_nothing_and_its_address_is_not_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def nonsense() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"what?\r\n\r\n")
+
+        threading.Thread(target=nonsense, daemon=True).start()
+        port = server.getsockname()[1]
+        Notifier(Notify(webhook=f"http://127.0.0.1:{port}/secret"), "demo").tell("finish", "done")
+    Notifier(Notify(webhook="http://127.0.0.1:secret/secret"), "demo").tell("finish", "done")
+    told = capsys.readouterr().err
+    assert told.count("was not delivered") == 2
+    assert "BadStatusLine" in told
+    assert "secret" not in told
+
+
+@pytest.mark.parametrize("webhook", ["ftp://example.org/secret", "example.org/secret", "https://example.org/a secret"])
+def test_a_webhook_that_is_no_url_is_refused_without_being_repeated(tmp_path: Path, webhook: str) -> None:
+    hosts = tmp_path / "hosts.yaml"
+    hosts.write_text(f"notify: {{webhook: '{webhook}'}}")
+    with pytest.raises(ConfigError, match=r"notify\.webhook.*must start with http") as refused:
+        load_inventory(hosts)
+    assert "secret" not in refused.value.message()
 
 
 def test_low_disk_and_starvation_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 from plan_store import make_folder, plan_of, same_size_and_time, stand
 
 from dflash.base.records import Receipt
 from dflash.plan.graph import Node, Plan
+from dflash.plan.places import shipments
 from dflash.plan.verify import find_damage, retire
 
 
@@ -75,3 +78,23 @@ def test_a_damaged_result_is_put_aside_and_never_deleted(plan: Plan) -> None:
     assert not dataset.receipt().exists()
     assert len(list(dataset.directory.glob("receipt.json.retired-*"))) == 1
     assert dataset in plan.stale()
+
+
+def test_the_copy_of_old_content_is_found_in_the_round_that_retires_what_read_it(plan: Plan) -> None:
+    hosts = {"hosts": {"a": {"kind": "local", "workdir": "/srv/a", "device": "cpu"}}, "roles": {"generate": "a"}}
+    Path("hosts.yaml").write_text(yaml.safe_dump(hosts))
+    plan = plan_of(hosts="hosts.yaml")
+    made = node(plan, "completions/short")
+    (record,) = [item.path for item in shipments(plan, made).values() if item.stage == "prompts"]
+    old = Receipt.read(node(plan, "prompts/short").receipt()).content_digest()
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"content": old}))
+
+    def there(*_: object, **__: object) -> dict[str, str]:
+        return {}
+
+    find_damage(plan, there=there)
+    assert record.exists()
+    stand(node(plan, "prompts/short"), "otherwise")
+    assert made.receipt() in {damage.receipt for damage in find_damage(plan, there=there)}
+    assert not record.exists()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from plan_store import make_folder, plan_of
 
 from dflash import run as workflow
 from dflash.base.errors import PermanentError
-from dflash.base.records import StopMarker
-from dflash.run import RunOptions, run
+from dflash.base.records import Receipt, StopMarker
+from dflash.plan.graph import Plan
+from dflash.run import RunOptions, require_reachable, run
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +48,50 @@ def test_a_stopped_training_is_refused_before_snakemake_starts_and_resume_lets_i
     assert run(RunOptions([Path("config.yaml")], resume=True)) == 1
     assert not marker.exists()
     assert started
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_deep_has_other_hosts_read_every_byte(monkeypatch: pytest.MonkeyPatch, deep: bool) -> None:
+    hosts = {"hosts": {"a": {"kind": "local", "workdir": "/srv/a", "device": "cpu"}}, "roles": {"gpu": "a"}}
+    Path("hosts.yaml").write_text(yaml.safe_dump(hosts))
+    asked: list[bool] = []
+    monkeypatch.setattr("dflash.remote.check_there", lambda *_, deep: asked.append(deep) or {})
+    plan_of(hosts="hosts.yaml")
+    monkeypatch.setattr(workflow, "find_damage", lambda plan, there, **_: list(there("a", [], [])))
+    run(RunOptions([Path("config.yaml")], dry_run=True, deep=deep))
+    assert asked == [deep]
+
+
+def test_a_training_whose_role_moved_is_not_begun_anew_unless_nothing_is_missing() -> None:
+    hosts = {name: {"kind": "local", "workdir": f"/srv/{name}", "device": "cpu"} for name in ("a", "b")}
+
+    def plan_on(host: str) -> Plan:
+        Path("hosts.yaml").write_text(yaml.safe_dump({"hosts": hosts, "roles": {"gpu": host}}))
+        return plan_of(hosts="hosts.yaml")
+
+    train = plan_on("a").runs[0].nodes["train"]
+
+    def stand(step: int) -> None:
+        Receipt(
+            stage="train",
+            key=train.key,
+            step=step,
+            outputs=[],
+            inputs={},
+            host="a",
+            started="",
+            finished="",
+            attempt=1,
+            environment="",
+        ).write(train.receipt(step))
+
+    train.receipt(train.steps[0]).parent.mkdir(parents=True)
+    require_reachable(plan_on("b"))
+    stand(train.steps[0])
+    require_reachable(plan_on("a"))
+    with pytest.raises(PermanentError, match=f"training {train.key} was begun on a, and roles.gpu is b now") as refused:
+        require_reachable(plan_on("b"))
+    assert f"move {train.directory} away" in refused.value.message()
+    for step in train.steps[1:]:
+        stand(step)
+    require_reachable(plan_on("b"))

@@ -1,0 +1,112 @@
+"""What stands on another host is handed back only while its bytes and its inputs are what they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from plan_store import make_folder, plan_of, stand
+
+from dflash import remote, there
+from dflash.base.errors import CorruptError, PermanentError
+from dflash.base.records import OutputFile, Receipt
+from dflash.base.store import read_params, receipt_path, shipped_directory
+from dflash.plan.graph import Node, Plan
+from dflash.runner import Job
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """The micro run with everything before training made."""
+    monkeypatch.chdir(make_folder(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = plan_of()
+    for name in ("prompts/short", "completions/short", "dataset", "buckets"):
+        stand(made.runs[0].nodes[name])
+    return made
+
+
+def node(plan: Plan, name: str) -> Node:
+    return plan.runs[0].nodes[name]
+
+
+def job_of(plan: Plan, name: str, step: int | None = None, **placement: object) -> Job:
+    item = node(plan, name)
+    return Job(item.stage, item.directory / "params.json", plan.store, step, placement)
+
+
+def trained(plan: Plan, step: int) -> Job:
+    """A checkpoint that stands, made from the buckets that stand now."""
+    train = node(plan, "train")
+    train.params.write(train.directory / "params.json")
+    (train.directory / f"step_{step}").mkdir(parents=True)
+    inputs = {name: Receipt.read(item.receipt()).content_digest() for name, item in train.inputs.items()}
+    facts = {"host": "a", "started": "", "finished": "", "attempt": 1, "environment": ""}
+    receipt = Receipt(stage="train", key=train.key, step=step, outputs=[], inputs=inputs, **facts)
+    train.receipt(step).parent.mkdir(parents=True, exist_ok=True)
+    receipt.write(train.receipt(step))
+    return job_of(plan, "train", step)
+
+
+def test_a_result_whose_input_has_other_content_now_is_retired_and_with_equal_content_it_stays(plan: Plan) -> None:
+    job = job_of(plan, "buckets")
+    stand(node(plan, "dataset"))
+    there._recheck(job)
+    assert job.receipt.exists()
+    stand(node(plan, "dataset"), "otherwise")
+    there._recheck(job)
+    assert not job.receipt.exists()
+
+
+def test_of_a_shipped_input_the_receipt_beside_the_copy_counts(plan: Plan) -> None:
+    job = job_of(plan, "buckets", shipped=["dataset"])
+    dataset = node(plan, "dataset")
+    receipt = Receipt.read(dataset.receipt())
+    beside = receipt_path(shipped_directory(plan.store, "dataset", dataset.key), "dataset")
+    beside.parent.mkdir(parents=True)
+    receipt.write(beside)
+    stand(dataset, "otherwise")
+    there._recheck(job)
+    assert job.receipt.exists()
+    other = OutputFile(path="output.txt", size=1, sha256="0" * 64)
+    receipt.model_copy(update={"outputs": [other]}).write(beside)
+    there._recheck(job)
+    assert not job.receipt.exists()
+
+
+def test_the_checkpoints_of_a_trainer_at_work_stay_where_they_are(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = trained(plan, 2)
+    there._recheck(job)
+    assert job.receipt.exists()
+    stand(node(plan, "buckets"), "otherwise")
+    monkeypatch.setattr(there.launch.lease, "holder", lambda path: SimpleNamespace(pid=1))
+    with pytest.raises(PermanentError, match="trainer is at work"):
+        there._recheck(job)
+    assert job.receipt.exists()
+    assert (job.directory / "step_2").is_dir()
+    monkeypatch.setattr(there.launch.lease, "holder", lambda path: None)
+    there._recheck(job)
+    assert not job.receipt.exists()
+    assert not (job.directory / "step_2").exists()
+
+
+def accept(job: Job, receipt: Receipt) -> Receipt:
+    box = SimpleNamespace(id="box")
+    return remote._accept(job, read_params(job.directory), {"it": receipt.model_dump_json().encode()}, box)  # type: ignore[arg-type]
+
+
+def test_an_answer_made_from_another_input_is_not_accepted(plan: Plan) -> None:
+    job = job_of(plan, "buckets", host="box")
+    receipt = Receipt.read(job.receipt)
+    assert accept(job, receipt).content_digest() == receipt.content_digest()
+    stand(node(plan, "dataset"), "otherwise")
+    with pytest.raises(CorruptError, match="made from another dataset"):
+        accept(job, receipt)
+
+
+def test_a_result_is_known_by_the_name_under_which_the_host_was_asked(plan: Plan) -> None:
+    job = job_of(plan, "buckets", host="box")
+    elsewhere = Receipt.read(job.receipt).model_copy(update={"host": "as-another-controller-calls-it"})
+    assert accept(job, elsewhere).host == "box"
+    assert Receipt.read(job.receipt).host == "box"
