@@ -374,7 +374,7 @@ class Client:
         if prompt is not None and prompt != list(request.prompt_ids):
             return Retry("answer to another prompt")
         if usage.get("prompt_tokens") not in (None, len(request.prompt_ids)):
-            return Refusal("prompt read as other tokens", final=True)
+            return Refusal("prompt read as other tokens")
         reason = choice["finish_reason"]
         if reason == "content_filter":
             return Refusal("refused", final=True)
