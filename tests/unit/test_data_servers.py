@@ -244,6 +244,13 @@ def test_prompts_read_as_other_tokens_count_toward_the_share_of_errors(
         run_completions(tmp_path, tmp_path / "out", engine="openai", placement={"endpoints": [double.url]})
 
 
+def test_an_end_token_at_the_limit_needs_proof() -> None:
+    client = Client(Servers(["http://x/v1"]), Sampling(4, 0.0, [END]), target().tokenizer)
+    found = client._ended([10, 11, 12], "length", 4, {"stop_reason": None})
+    assert found == Refusal("tokens do not follow from the text")
+    assert client._ended([10, 11, 12], "length", 4, {"stop_reason": END}) == Answer([10, 11, 12, END], "stop")
+
+
 def test_empty_completions_and_loops_are_told_from_others() -> None:
     stops = frozenset([END])
     assert fault_of([END], "stop", stops) == "empty"
