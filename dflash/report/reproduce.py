@@ -234,7 +234,7 @@ def placed_config(source: Mapping[str, Any], code: Path, here: Path, results: Pa
     """The recorded configuration with paths that can be found: in the recorded code first, then where the command was given.
 
     Raises:
-        ConfigError: a file of prompts or the target is in neither.
+        ConfigError: a file of prompts, the target, a drafter or the parent dataset is in neither.
     """
     config: dict[str, Any] = json.loads(json.dumps(source))
 
@@ -253,8 +253,12 @@ def placed_config(source: Mapping[str, Any], code: Path, here: Path, results: Pa
         place(entry, f"prompts.{index}")
     dataset = config.get("dataset", {})
     dataset["exclude"] = [find(path, "dataset.exclude") for path in dataset.get("exclude", [])]
+    if isinstance(dataset.get("parent"), str):
+        dataset["parent"] = find(dataset["parent"], "dataset.parent")
     for index, entry in enumerate(config.get("references", {}).get("prompt_sets", [])):
         place(entry, f"references.prompt_sets.{index}")
+    for index, entry in enumerate(config.get("evaluate", {}).get("drafters") or []):
+        place(entry, f"evaluate.drafters.{index}")
     return {**config, "results": str(results)}
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dflash.base.errors import PermanentError
 from dflash.base.records import OutputFile, StageEntry
-from dflash.report.reproduce import Verdict, compare_stage, require_compared
+from dflash.report.reproduce import Verdict, compare_stage, placed_config, require_compared
 
 
 def judged(tmp_path: Path, names: list[str], recorded: Path | None) -> Verdict:
@@ -48,3 +48,12 @@ def test_other_bytes_of_another_type_are_not_compared_and_not_counted(tmp_path: 
 def test_a_verdict_on_nothing_is_refused(tmp_path: Path, made: Path) -> None:
     with pytest.raises(PermanentError, match="nothing could be compared"):
         require_compared(judged(tmp_path, ["a.parquet"], made), tmp_path)
+
+
+def test_other_drafters_and_the_parent_dataset_are_found_where_the_command_was_given(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "parent.json").write_text("{}")
+    source = {"dataset": {"parent": "parent.json"}, "evaluate": {"drafters": [{"name": "x", "path": "theirs"}]}}
+    placed = placed_config(source, tmp_path / "code", tmp_path, tmp_path / "results")
+    assert placed["dataset"]["parent"] == str(tmp_path / "parent.json")
+    assert placed["evaluate"]["drafters"][0]["path"] == str(tmp_path / "theirs")
