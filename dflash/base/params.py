@@ -64,6 +64,19 @@ class Params(BaseModel):
         return _select(self, {PLACEMENT})
 
 
+def without_password(address: str) -> str:
+    """The address, which must hold no user and no password: configurations are kept with every result.
+
+    Raises:
+        PydanticCustomError: `secret_in_address`; its input must not be shown.
+    """
+    if "@" in address.partition("://")[2 if "://" in address else 0].partition("/")[0]:
+        raise PydanticCustomError(
+            "secret_in_address", "a password does not belong in an address; use `api_key_variable`"
+        )
+    return address
+
+
 def _accepts_bool(annotation: Any) -> bool:
     return (
         annotation in (bool, Any)

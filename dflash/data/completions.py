@@ -348,8 +348,15 @@ def check_refused(found: Answered) -> None:
     """Too many requests without an answer are a fault to be mended, not a dataset; what was answered is kept.
 
     Raises:
-        TransientError: with the counts by reason.
+        PermanentError: not one request was answered. TransientError: with the counts by reason.
     """
+    if found.total and not found.done:
+        reasons = Counter(refusal.reason for refusal in found.refused.values())
+        raise PermanentError(
+            f"none of {found.total} requests was answered: {words_of(reasons)}",
+            where="completions.endpoints",
+            remedy="Look whether the servers serve this target, and why they refuse.",
+        )
     open_refusals = [refusal.reason for refusal in found.refused.values() if not refusal.final]
     if len(open_refusals) > found.params.max_error_share * found.total:
         raise TransientError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from dflash.base.params import Params, derived, keyed, placement
+from dflash.base.params import Params, derived, keyed, placement, without_password
 from dflash.model.target_params import Dtype, Kernels, TargetIdentity
 
 
@@ -57,3 +57,8 @@ class CompletionsParams(Params):
     attempts: int = placement(6, ge=1, unit="attempts", description="failures of its own that a request survives")
     pause: float = placement(0.5, gt=0.0, unit="seconds", description="first pause after a server fails; it doubles")
     api_key_variable: str | None = placement(None, description="environment variable that holds the servers' key")
+
+    @field_validator("endpoints")
+    @classmethod
+    def _no_password(cls, endpoints: list[str]) -> list[str]:
+        return [without_password(address) for address in endpoints]

@@ -374,7 +374,7 @@ class Client:
         if prompt is not None and prompt != list(request.prompt_ids):
             return Retry("answer to another prompt")
         if usage.get("prompt_tokens") not in (None, len(request.prompt_ids)):
-            return Refusal("prompt read as other tokens", final=True)
+            return Refusal("prompt read as other tokens")
         reason = choice["finish_reason"]
         if reason == "content_filter":
             return Refusal("refused", final=True)
@@ -390,7 +390,10 @@ class Client:
         """Adds the end token where a server leaves it out; checks the number of tokens that it reports."""
         stops = set(self.sampling.stop_ids)
         if stops and (not ids or ids[-1] not in stops):
-            at_limit = reason != "stop" and counted == len(ids) + 1
+            said = choice.get("stop_reason")
+            # Text alone cannot tell an end token at the limit from text that has one token less when it is read again.
+            named = isinstance(said, int) and said in stops
+            at_limit = reason != "stop" and counted == len(ids) + 1 and named
             if (reason == "stop" and counted in (None, len(ids) + 1)) or at_limit:
                 ids = [*ids, self._end_token(choice)]
         if counted is not None and counted != len(ids):

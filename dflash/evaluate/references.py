@@ -233,6 +233,7 @@ def ask_server(
         target.facts.eos_ids,
         parallel=parallel,
         progress=lambda done: host_context.progress.update(done, len(requests), "continuations of the server"),
+        api_key_variable=host_context.placement.get("api_key_variable", params.api_key_variable),
     )
     return [(array("i", tokens), reason) for tokens, reason in found]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dflash.base.params import Params, derived, keyed, placement
+from dflash.base.params import Params, derived, keyed, placement, without_password
 from dflash.model.target_params import Dtype, Kernels, TargetIdentity
 
 
@@ -46,10 +46,16 @@ class ReferencesParams(Params):
     )
     server_model: str | None = Field(None, description="what the server calls the target, for `engine: openai`")
     server_url: str | None = placement(None, description="where the server is, without `/v1`")
+    api_key_variable: str | None = placement(None, description="environment variable that holds the server's key")
     batch_size: int = placement(64, ge=1, unit="prompts", description="prompts continued together")
     features_cache_gb: float = placement(
         8.0, ge=0.0, unit="GB", description="features kept on disk; recomputed beyond it"
     )
+
+    @field_validator("server_url")
+    @classmethod
+    def _no_password(cls, address: str | None) -> str | None:
+        return None if address is None else without_password(address)
 
     @model_validator(mode="after")
     def _distinct(self) -> ReferencesParams:

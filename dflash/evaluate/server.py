@@ -14,6 +14,7 @@ Cost: one request a prompt, `parallel` at a time; the check is one forward of th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import httpx
 import torch
 
-from dflash.base.errors import PermanentError, TransientError
+from dflash.base.errors import ConfigError, PermanentError, TransientError
 from dflash.model.target import Target
 
 CHUNK = 256
@@ -38,18 +39,20 @@ def continue_on_server(
     *,
     parallel: int,
     progress: Callable[[int], None] = lambda done: None,
+    api_key_variable: str | None = None,
 ) -> list[tuple[list[int], str]]:
     """Greedy continuations in the order of `prompts`: (token ids, `stop` or `length`), the stop token included.
 
     Args:
         url: of the server, without `/v1`. model: what the server calls the target.
-        limits: most new tokens of each.
+        limits: most new tokens of each. api_key_variable: the environment variable that holds the server's key, if any.
 
     Raises:
         TransientError: the server cannot be reached, or is overloaded.
-        PermanentError: it refuses a request, or gives no token ids.
+        PermanentError: it refuses a request, or gives no token ids. ConfigError: the key's variable is not set.
     """
-    with httpx.Client(base_url=url, timeout=TIMEOUT) as client, ThreadPoolExecutor(parallel) as pool:
+    headers = _headers(api_key_variable)
+    with httpx.Client(base_url=url, timeout=TIMEOUT, headers=headers) as client, ThreadPoolExecutor(parallel) as pool:
         asked = [
             pool.submit(_continue, client, model, list(prompt), limit, list(stop_ids))
             for prompt, limit in zip(prompts, limits, strict=True)
@@ -59,6 +62,14 @@ def continue_on_server(
             found.append(answer.result())
             progress(number + 1)
         return found
+
+
+def _headers(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    if variable not in os.environ:
+        raise ConfigError(f"the variable {variable} is not set", where="references.api_key_variable")
+    return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
 def _continue(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from dflash.base.canonical import short_digest
+from dflash.base.environment import masked
 from dflash.base.errors import ConfigError, DflashError
 from dflash.base.files import DigestCache
 from dflash.base.params import DERIVED, Params
@@ -369,6 +370,8 @@ def _config_error(error: ValidationError, path: str, source: Source, model: type
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "missing":
             text = f"`{name}` is missing"
+        elif item["type"] == "secret_in_address":
+            text = f"`{name}`: {message}"
         elif item["type"] == "extra_forbidden":
             known = user_fields(model)
             text = f"unknown key `{name}: {_short(item['input'])}`; {_meant_field(item['loc'], known)}known: {', '.join(known)}"
@@ -463,5 +466,5 @@ def _origins(model: type[Params], path: str, source: Source) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
+    text = masked(repr(value) if isinstance(value, str) and not value.isprintable() else str(value))
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,10 +1,10 @@
 """What may go: results in the store that no run needs any more.
 
-A result is needed when a run's manifest names it, when the present config asks for it, when a training that is at work has it
-upstream, when another needed result was made from it (a continued training's parent too), or when a person imported it. All
-else is garbage: trials whose params were changed before a run was finished, results whose run folder was deleted. Listing costs
-one small read a result and a stat a file: 20,000 files take 0.5 s. Deleting renames first, so that no half of a result is ever
-taken for one.
+A result is needed when a run's manifest names it, when the present config asks for it, when a training that is at work has
+it upstream, when another needed result was made from it (a continued training's parent too), when the config names a file
+of it (prompts, a drafter), or when a person imported it. All else is garbage: trials whose params were changed before a run
+was finished, results whose run folder was deleted. Listing costs one small read a result and a stat a file: 20,000 files
+take 0.5 s. Deleting renames first, so that no half of a result is ever taken for one.
 """
 
 from __future__ import annotations
@@ -78,10 +78,27 @@ def _roots(results: Path, plan: Plan | None) -> set[Name]:
         roots |= {(entry.stage, entry.key) for entry in manifest.stages}
     if plan is not None:
         roots |= {(node.stage.name, node.key) for node in plan.nodes.values() if node.stage.name != "report"}
+        roots |= _parents(plan) | _named_files(results / "store", plan)
     for lease in (results / "store").glob("train/*/lease.json"):
         if holder(lease) is not None:
             roots.add(("train", lease.parent.name))
     return roots
+
+
+def _parents(plan: Plan) -> set[Name]:
+    """Trainings that a planned one goes on from: its own `params.json` may not be written yet."""
+    found = (node.params.params.get("continue_from") for node in plan.nodes.values())
+    return {("train", str(parent["key"])) for parent in found if isinstance(parent, dict) and "key" in parent}
+
+
+def _named_files(store: Path, plan: Plan) -> set[Name]:
+    """Results of which the config names a file: prompts of a dataset, a parent dataset, a drafter."""
+    base = store.resolve()
+    names: set[Name] = set()
+    for path in {Path(file).resolve() for run in plan.runs for file in run.config.files.values()}:
+        if path.is_relative_to(base) and len(parts := path.relative_to(base).parts) > 2:
+            names.add((parts[0], parts[1]))
+    return names
 
 
 def _closure(store: Path, roots: set[Name]) -> set[Name]:

@@ -47,7 +47,9 @@ def all_checks(evidence: Evidence, tables: Sequence[TauTable]) -> list[Check]:
         kernels(evidence),
         baselines(tables),
         *([lossless(evidence)] if evidence.params("evaluate").get("online") else []),
-        held_out(evidence.shared_prompts),
+        held_out(
+            evidence.shared_prompts, evidence.dataset.unchecked_against_exclude if evidence.dataset is not None else 0
+        ),
         truncated(evidence),
         code(evidence),
         adoptions(evidence),
@@ -218,8 +220,8 @@ def lossless(evidence: Evidence) -> Check:
     return Check("lossless", title, "fails" if exact else "look", words, told)
 
 
-def held_out(shared: Mapping[str, int] | None) -> Check:
-    """No prompt that drafters are judged on was trained on."""
+def held_out(shared: Mapping[str, int] | None, unchecked: int = 0) -> Check:
+    """No prompt that drafters are judged on was trained on. unchecked: samples of which only tokens are known."""
     title = "Held-out prompts"
     if shared is None:
         return Check("held_out", title, "unknown", "The prompts of training or of evaluation cannot be read.")
@@ -229,6 +231,9 @@ def held_out(shared: Mapping[str, int] | None) -> Check:
         return Check(
             "held_out", title, "fails", f"Prompts that were also trained on: {told}. tau there is partly memory."
         )
+    if unchecked:
+        words = f"{unchecked:,} imported samples came without messages, so nobody can tell whether a judged prompt is among them."
+        return Check("held_out", title, "unknown", words)
     names = ", ".join(shared)
     return Check("held_out", title, "holds", f"No prompt of {names} is among those trained on (compared by content).")
 

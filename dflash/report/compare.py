@@ -300,13 +300,14 @@ def _tau(a: Subject, b: Subject) -> list[Outcome]:
 
 
 def _last_tau(subject: Subject) -> dict[tuple[str, ...], dict[str, float]]:
-    """Pooled tau of the last step by (prompt set, kernel, method); chains and trees of the run's own drafter first."""
+    """Pooled tau of the last step by all that it is a quantity of: prompt set, kernel, method with the budget of a tree, block
+    size, sampling other than greedy, and drafter other than the run's own."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
     name: tuple[str, ...]
     for row in subject.tau:
         if row.get("convention", "").endswith("unclipped"):
             continue
-        method = f"tree-{row['budget']}" if row["method"] == "tree" else row["method"]
+        method = f"{row['method']}-{row['budget']}" if row["method"] in ("tree", "online_tree") else row["method"]
         try:
             values = {
                 "step": float(row["step"]),
@@ -317,6 +318,10 @@ def _last_tau(subject: Subject) -> dict[tuple[str, ...], dict[str, float]]:
         except ValueError:
             continue
         name = (row["prompt_set"], f"{row['kernel']} kernels", method)
+        if row.get("block_size"):
+            name = (*name, f"block size {row['block_size']}")
+        if row.get("sampling") not in ("greedy", "", None):
+            name = (*name, row["sampling"])
         if row.get("drafter") not in ("trained", "", None):
             name = (*name, row["drafter"])
         if name not in found or values["step"] >= found[name]["step"]:

@@ -95,6 +95,7 @@ class Dataset(Read):
     sources: dict[str, Source]
     train: Side
     validation: Side
+    unchecked_against_exclude: int = 0
 
 
 class Bucket(Read):

@@ -81,8 +81,16 @@ ALIASES = {
 """What other trainers call our params."""
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 TABLES = (".parquet", ".jsonl", ".arrow")
-SECRET_NAME = re.compile(r"token|secret|password|api_?key|credential", re.IGNORECASE)
-NOT_SECRET = re.compile(r"tokens?_?(budget|id|ids|per|count)|max_.*tokens|tokenizer|tokens$|mask_token", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"token|secret|passw|passphrase|passcode|pwd|(api|access|private)_?key|credential|bearer|(^|_)auth(?!or)|(^|_)keys?$"
+)
+NOT_SECRET = re.compile(
+    r"tokenizer(_(path|name|class|file|revision|mode|type|dir|name_or_path))?"
+    r"|(\w+_)?tokens?_(budget|ids?|type_ids|count|seen|per_\w+)"
+    r"|(num|n|max|min|total)_(\w+_)?tokens|(new|trained|trainable|prompt|completion|draft|warmup)_tokens"
+    r"|(bos|eos|pad|mask|unk|sep|cls|image|special|added|additional_special)_tokens?(_ids?)?"
+)
+"""Names with a word of a secret in them that are of none; the whole name must match."""
 
 
 def import_path(
@@ -167,7 +175,8 @@ def _pickled(path: Path, work: Path) -> ImportRecord:
     record = _weights(path, work)
     flat: dict[str, Any] = {}
     for name, value in rest.items():
-        flat |= value if isinstance(value, Mapping) else {name: value}
+        if not is_secret(str(name)):
+            flat |= value if isinstance(value, Mapping) else {name: value}
     _say(record, flat, path.name)
     return record
 
@@ -354,15 +363,36 @@ def _value(text: str) -> Any:
         return text
 
 
+def _plain(name: str) -> str:
+    """The last part of a dotted name or path, in small letters with `_` between words."""
+    last = name.rpartition("/")[2].rpartition(".")[2].replace("-", "_")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower()
+
+
+def is_secret(name: str) -> bool:
+    """Whether a value of this name may be a password, a key or a token of access."""
+    plain = _plain(name)
+    return bool(SECRET_NAME.search(plain)) and not NOT_SECRET.fullmatch(plain)
+
+
+def without_secrets(value: Any) -> Any:
+    """The value without the secrets that mappings inside it hold, and with what looks like a secret masked."""
+    if isinstance(value, Mapping):
+        return {str(name): without_secrets(item) for name, item in value.items() if not is_secret(str(name))}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [without_secrets(item) for item in value]
+    return masked(value) if isinstance(value, str) else json.loads(masked(json.dumps(value, default=str)))
+
+
 def _say(record: ImportRecord, values: Mapping[str, Any], said_by: str) -> None:
     """Files assertions under the stage whose param they name, or under `other`; secrets are left out."""
     for name, value in values.items():
-        plain = name.rpartition("/")[2].rpartition(".")[2].replace("-", "_").lower()
-        if SECRET_NAME.search(plain) and not NOT_SECRET.search(plain):
+        if is_secret(name):
             continue
+        plain = _plain(name)
         ours = ALIASES.get(plain, plain)
         stage = next((stage for stage, model in MODELS.items() if ours in model.model_fields), "other")
-        told = masked(value) if isinstance(value, str) else json.loads(masked(json.dumps(value, default=str)))
+        told = without_secrets(value)
         record.asserted.setdefault(stage, {}).setdefault(
             ours if stage != "other" else name, Assertion(value=told, said_by=said_by)
         )

@@ -45,6 +45,8 @@ BYTE_DISTRIBUTIONS = ("numpy", "safetensors", "tokenizers", "pyarrow", "pandas")
 WEIGHTS = "model.safetensors"
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 """Largest relative error of a tensor by type, where bits cannot be equal."""
+NOT_COMPARED = "not compared"
+"""Of a file with other bytes, of a type whose values nobody compares, where bits cannot be equal."""
 NUMPY_TYPES = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
 
 
@@ -232,7 +234,7 @@ def placed_config(source: Mapping[str, Any], code: Path, here: Path, results: Pa
     """The recorded configuration with paths that can be found: in the recorded code first, then where the command was given.
 
     Raises:
-        ConfigError: a file of prompts or the target is in neither.
+        ConfigError: a file of prompts, the target, a drafter or the parent dataset is in neither.
     """
     config: dict[str, Any] = json.loads(json.dumps(source))
 
@@ -251,8 +253,12 @@ def placed_config(source: Mapping[str, Any], code: Path, here: Path, results: Pa
         place(entry, f"prompts.{index}")
     dataset = config.get("dataset", {})
     dataset["exclude"] = [find(path, "dataset.exclude") for path in dataset.get("exclude", [])]
+    if isinstance(dataset.get("parent"), str):
+        dataset["parent"] = find(dataset["parent"], "dataset.parent")
     for index, entry in enumerate(config.get("references", {}).get("prompt_sets", [])):
         place(entry, f"references.prompt_sets.{index}")
+    for index, entry in enumerate(config.get("evaluate", {}).get("drafters") or []):
+        place(entry, f"evaluate.drafters.{index}")
     return {**config, "results": str(results)}
 
 
@@ -400,11 +406,14 @@ def compare_stage(
         steps: checkpoints to compare. kind: the class. tensors: recorded digests of the last checkpoint's tensors.
     """
     places = [str(step) for step in steps] if entry.stage in STEPWISE_RECEIPTS else [""]
-    equal, unequal = 0, []
+    equal, unequal, left_out = 0, [], []
     for place in places:
         for output in entry.outputs.get(place, []):
-            verdict.compared += 1
             fault = _output_fault(output, made, recorded, kind)
+            if fault == NOT_COMPARED:
+                left_out.append(output.path)
+                continue
+            verdict.compared += 1
             if fault is None:
                 equal += 1
             else:
@@ -412,6 +421,8 @@ def compare_stage(
     words = f"{equal} of {equal + len(unequal)} outputs {'equal' if kind == 'bitwise' else 'within tolerance'}"
     if entry.stage == "train" and places:
         words += _tensor_words(made, places, tensors, verdict, kind)
+    if left_out:
+        words += f"; {len(left_out)} of other bytes {NOT_COMPARED} ({', '.join(left_out[:3])})"
     verdict.add(entry.name, f"{words}{'; ' + '; '.join(unequal[:3]) if unequal else ''}", not unequal)
 
 
@@ -428,17 +439,23 @@ def _tensor_words(made: Path, places: Sequence[str], tensors: Mapping[str, str],
 
 
 def _output_fault(output: OutputFile, made: Path, recorded: Path | None, kind: str) -> str | None:
+    """What is wrong with a file; None when it is as recorded, `NOT_COMPARED` when nobody can tell."""
     path = made / output.path
     if not path.exists():
         return "not made"
     if sha256_file(path) == output.sha256:
         return None
     before = recorded / output.path if recorded is not None and (recorded / output.path).exists() else None
-    if path.name.endswith(".safetensors") and before is not None:
+    weights = path.name.endswith(".safetensors")
+    if weights and before is not None:
         return _weights_fault(before, path, kind)
-    if kind != "bitwise" and path.name == "rows.json" and before is not None:
-        return _rows_fault(before, path)
-    return "other bytes" if kind == "bitwise" else None
+    if kind == "bitwise":
+        return "other bytes"
+    if not weights and path.name != "rows.json":
+        return NOT_COMPARED
+    if before is None:
+        return "other bytes, and the recorded file is not here to compare values with"
+    return _rows_fault(before, path)
 
 
 def _weights_fault(before: Path, path: Path, kind: str) -> str | None:
@@ -537,7 +554,7 @@ def reproduce(path: Path, folder: Path, *, steps: str = "", tolerance: bool = Fa
         wanted = [step for step in manifest.steps if first < step <= last]
         last_tensors = tensors if last == max(manifest.steps) else {}
         compare_stage(verdict, entry, made, stage_directory(store, "train", entry.key), wanted, kind, last_tensors)
-        return verdict
+        return require_compared(verdict, file)
     again = run_whole(manifest, code, here, results)
     keys = {entry.name: entry.key for entry in again.stages}
     for entry in manifest.stages:
@@ -549,6 +566,19 @@ def reproduce(path: Path, folder: Path, *, steps: str = "", tolerance: bool = Fa
         made = stage_directory(results / "store", entry.stage, entry.key)
         recorded = stage_directory(store, entry.stage, entry.key) if store is not None else None
         compare_stage(verdict, entry, made, recorded, manifest.steps, kind, tensors)
+    return require_compared(verdict, file)
+
+
+def require_compared(verdict: Verdict, where: Path) -> Verdict:
+    """The verdict, which must rest on something.
+
+    Raises:
+        PermanentError: no output was compared, and none was found to be other.
+    """
+    if not verdict.compared and not verdict.problems:
+        raise PermanentError(
+            "nothing could be compared", where=str(where), remedy="Give the manifest beside its store."
+        )
     return verdict
 
 

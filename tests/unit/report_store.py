@@ -99,6 +99,7 @@ class Story:
     determinism: str = "bitwise"
     truncated: int = 61
     shared: int = 0
+    unchecked: int = 0
     prompt_sets: tuple[str, ...] = ("held_out",)
     source: str = "arithmetic"
     text: tuple[str, ...] = ("12", " +", " 30", " =", " 42", "\n", "42", " *", " 2", " =", " 84", "<|im_end|>")
@@ -277,7 +278,7 @@ def _write_data(writer: Writer) -> None:
         f"completions/{source}", ["completions.parquet"], counts=counts, results=results, kernels=TORCH_KERNELS
     )
     directory = writer.stage("dataset", DatasetParams().keyed_values(), [f"completions/{source}"])
-    _write_dataset(directory, source, writer.story.mean_length)
+    _write_dataset(directory, source, writer.story.mean_length, writer.story.unchecked)
     counts = Counts(total=1900, ok=1824, skipped=76, reasons={"duplicate": 70, "short": 6})
     writer.receipt("dataset", ["train.parquet", "dataset.json"], counts=counts)
     directory = writer.stage("buckets", BucketsParams(**writer.story.batching).keyed_values(), ["dataset"])
@@ -285,7 +286,7 @@ def _write_data(writer: Writer) -> None:
     writer.receipt("buckets", ["buckets.json"])
 
 
-def _write_dataset(directory: Path, source: str, mean: float) -> None:
+def _write_dataset(directory: Path, source: str, mean: float, unchecked: int) -> None:
     rows = [
         {
             "id": _identity(index, "train"),
@@ -309,6 +310,7 @@ def _write_dataset(directory: Path, source: str, mean: float) -> None:
         "truncated_share": 0.03,
         "train": {"samples": 1640, **side},
         "validation": {"samples": 184, **side, "truncated": 6},
+        "unchecked_against_exclude": unchecked,
     }
     write_json(directory / "dataset.json", dataset)
 

@@ -125,6 +125,10 @@ class Double:
             def list(self, prompt: list[int], _: str) -> None:
                 self.reply(200, ["not", "an", "answer"])
 
+            def reread(self, prompt: list[int], _: str) -> None:
+                usage = {"prompt_tokens": len(prompt) + 1, "completion_tokens": 4}
+                self.reply(200, self.document(prompt, usage=usage))
+
             def filtered(self, prompt: list[int], _: str) -> None:
                 right = self.document(prompt)["choices"][0]
                 self.reply(200, self.document(prompt, choices=[{**right, "finish_reason": "content_filter"}]))

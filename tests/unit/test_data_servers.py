@@ -225,6 +225,32 @@ def test_refused_content_is_skipped_by_reason(doubles: Callable[[Plan], Double],
     assert [line["status"] for line in read_ledger(tmp_path / "out")] == ["ok", "ok", "skipped", "ok"]
 
 
+@pytest.mark.parametrize(("trouble", "reason"), [("filtered", "refused"), ("reread", "prompt read as other tokens")])
+def test_a_source_whose_every_request_is_refused_is_not_done(
+    doubles: Callable[[Plan], Double], tmp_path: Path, trouble: str, reason: str
+) -> None:
+    run_prompts(write_lines(tmp_path / "source.jsonl", [{"prompt": f"{n}"} for n in range(4)]), tmp_path)
+    double = doubles(lambda number, prompt: trouble)
+    with pytest.raises(PermanentError, match=f"none of 4 requests was answered: {reason}: 4"):
+        run_completions(tmp_path, tmp_path / "out", engine="openai", placement={"endpoints": [double.url]})
+
+
+def test_prompts_read_as_other_tokens_count_toward_the_share_of_errors(
+    doubles: Callable[[Plan], Double], tmp_path: Path
+) -> None:
+    run_prompts(write_lines(tmp_path / "source.jsonl", [{"prompt": f"{n}"} for n in range(4)]), tmp_path)
+    double = doubles(lambda number, prompt: "reread" if ord("2") in prompt else "well")
+    with pytest.raises(TransientError, match="1 of 4 requests got no answer"):
+        run_completions(tmp_path, tmp_path / "out", engine="openai", placement={"endpoints": [double.url]})
+
+
+def test_an_end_token_at_the_limit_needs_proof() -> None:
+    client = Client(Servers(["http://x/v1"]), Sampling(4, 0.0, [END]), target().tokenizer)
+    found = client._ended([10, 11, 12], "length", 4, {"stop_reason": None})
+    assert found == Refusal("tokens do not follow from the text")
+    assert client._ended([10, 11, 12], "length", 4, {"stop_reason": END}) == Answer([10, 11, 12, END], "stop")
+
+
 def test_empty_completions_and_loops_are_told_from_others() -> None:
     stops = frozenset([END])
     assert fault_of([END], "stop", stops) == "empty"

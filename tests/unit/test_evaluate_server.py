@@ -17,6 +17,7 @@ from evaluate_samples import target
 from dflash.base.errors import ConfigError, PermanentError, TransientError
 from dflash.data.schemas import REFERENCES
 from dflash.data.tables import read_rows
+from dflash.evaluate.server import _headers
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
@@ -113,3 +114,12 @@ def test_a_server_that_is_not_there_or_not_named(road: Road) -> None:
         asked_of(road, None)
     with pytest.raises(ValueError, match="needs `server_model`"):
         references_params(engine="openai")
+
+
+def test_the_key_of_the_server_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", "open sesame")
+    assert _headers("SERVER_KEY") == {"Authorization": "Bearer open sesame"}
+    assert _headers(None) == {}
+    monkeypatch.delenv("SERVER_KEY")
+    with pytest.raises(ConfigError, match=r"references.api_key_variable.*SERVER_KEY is not set"):
+        _headers("SERVER_KEY")

@@ -185,7 +185,7 @@ def test_nothing_but_where_and_how_fast_stays_out_of_the_keys() -> None:
             "max_nonfinite",
             "tracker",
         },
-        "references": {"batch_size", "features_cache_gb", "server_url"},
+        "references": {"api_key_variable", "batch_size", "features_cache_gb", "server_url"},
         "evaluate": {"anchor_chunk"},
         "report": set(),
     }

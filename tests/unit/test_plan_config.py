@@ -79,3 +79,18 @@ def test_a_misspelt_key_is_answered_with_the_nearest_known_one(changes: dict[str
     with pytest.raises(ConfigError) as caught:
         plan_of(**changes)
     assert hint in caught.value.message()
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("completions", {"endpoints": ["http://ok:1/v1", "http://ada:hush@host/v1"]}),
+        ("completions", {"endpoint": "http://ada:hush@host/v1"}),
+        ("references", {"server_url": "https://hush@host"}),
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_repeated(section: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(**{section: values})
+    assert "hush" not in str(caught.value)
+    assert "endpoint" in values or "use `api_key_variable`" in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,28 @@ def test_the_parent_of_a_continued_training_stays() -> None:
     text = path.read_text().replace(parent.key, child.key)
     path.write_text(text)
     assert listed() == []
+
+
+def test_the_parent_of_a_training_that_is_only_planned_stays() -> None:
+    plan = plan_of()
+    parent = plan_of(train={"seed": 7}).runs[0].nodes["train"]
+    parent.params.write(parent.directory / "params.json")
+    assert listed(plan) == [f"train/{parent.key}"]
+    train = plan.runs[0].nodes["train"]
+    train.params.params["continue_from"] = {"key": parent.key, "step": 2}
+    assert listed(plan) == []
+
+
+def test_a_result_stays_when_the_config_names_a_file_of_it() -> None:
+    trial = plan_of(batching={"quantiles": 1})
+    stand_data(trial)
+    other = trial.runs[0].nodes["buckets"]
+    plan = plan_of()
+    stand_data(plan)
+    assert listed(plan) == [f"buckets/{other.key}"]
+    files = {**plan.runs[0].config.files, "0" * 64: next(other.directory.iterdir()).absolute()}
+    plan.runs[0].config = replace(plan.runs[0].config, files=files)
+    assert listed(plan) == []
 
 
 def test_what_a_person_imported_is_never_garbage() -> None:

@@ -41,6 +41,7 @@ def test_a_sound_run_passes_every_check(tmp_path: Path) -> None:
         ("baselines", "fails", Story(ngram=2.6), "does not beat n-gram (2.60)"),
         ("baselines", "look", Story(ngram=2.35), "within the intervals"),
         ("held_out", "fails", Story(shared=3), "3 of held_out"),
+        ("held_out", "unknown", Story(unchecked=3), "3 imported samples came without messages"),
         ("truncated", "look", Story(truncated=570), "570 of 1,900 completions (30.0%)"),
         ("code", "look", Story(git={"commit": "ab" * 20, "dirty": True, "changed": ["dflash/a.py"]}), "Uncommitted"),
         ("code", "unknown", Story(git={}), "no commit"),

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from dflash.base.errors import ConfigError
 from dflash.base.records import TensorFact
-from dflash.report.compare import Comparison, compare, render
+from dflash.report.compare import Comparison, _last_tau, compare, render
+from dflash.report.subject import Subject
 
 FAST = {
     "distributions": {"torch": "2.12.1", "causal-conv1d": "1.6.0", "nvidia-cublas-cu12": "12.8.4.1"},
@@ -178,3 +179,26 @@ def test_another_program_is_named_by_module_and_stage(tmp_path: Path) -> None:
     found = compare(first.manifest_path, second.manifest_path)
     assert rules(found) == ["code"]
     assert found.findings[0].words == "other code: dflash.train.objective (train)"
+
+
+@pytest.mark.parametrize("change", [{"budget": "64"}, {"block_size": "16"}, {"sampling": "temperature 1"}])
+def test_tau_of_unlike_quantities_is_never_set_side_by_side(change: dict[str, str]) -> None:
+    row = {
+        "prompt_set": "held_out",
+        "kernel": "torch",
+        "method": "online_tree",
+        "budget": "16",
+        "block_size": "8",
+        "sampling": "greedy",
+        "step": "10",
+        "value": "2.0",
+        "ci_low": "",
+        "ci_high": "",
+    }
+    sides = [
+        _last_tau(Subject(path=Path(label), label=label, kind="run", tau=[values]))
+        for label, values in (("a", row), ("b", {**row, **change}))
+    ]
+    assert len(sides[0]) == len(sides[1]) == 1
+    assert sides[0].keys() != sides[1].keys()
+    assert len(_last_tau(Subject(path=Path("a"), label="a", kind="run", tau=[row, {**row, **change}]))) == 2

@@ -109,6 +109,29 @@ def test_a_wandb_config_and_a_command_line_say_what_the_checkpoint_cannot(tmp_pa
     assert not any(secret in written for secret in ("hf_abc", "api_key", "hf-token", "abc torchrun"))
 
 
+SAID: dict[str, Any] = {
+    **dict.fromkeys(("wandb-key", "swanlab-key", "auth", "passwd", "api_tokens", "db.pwd", "apiKey"), "hush"),
+    "hub": {"password": "hush", "user": "ada"},
+    "wandb": {"key": "hush", "mode": "online"},
+    "loggers": [{"bearer": "hush", "name": "x"}],
+}
+
+
+def test_secrets_are_never_written_however_they_are_named_or_nested(tmp_path: Path) -> None:
+    plain = {"max_new_tokens": 5, "mask_token_id": 3, "tokenizer": "t", "num_tokens": 9, "num_key_value_heads": 2}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**SAID, **plain, "token_budget": 7, "author": "ada"}))
+    record, folder = brought(tmp_path, config)
+    torch.save({"model": WEIGHTS, "args": SAID, "credentials": {"value": "hush"}}, tmp_path / "old.pt")
+    _, other = brought(tmp_path, tmp_path / "old.pt")
+    assert not any("hush" in (path / "import.json").read_text() for path in (folder, other))
+    said = record.asserted["other"]
+    assert (said["hub"].value, said["wandb"].value) == ({"user": "ada"}, {"mode": "online"})
+    assert said["loggers"].value == [{"name": "x"}]
+    everything = {name: item.value for part in record.asserted.values() for name, item in part.items()}
+    assert everything.items() >= {**plain, "token_budget": 7, "author": "ada"}.items()
+
+
 def test_an_assertion_that_the_weights_disprove_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(WEIGHTS, path)
