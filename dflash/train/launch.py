@@ -423,7 +423,7 @@ def _tell_of_a_death(directory: Path, progress: Progress) -> None:
     """Says how the last attempt died: nobody may have been waiting for it when it did."""
     numbers = attempt_numbers(directory)
     if numbers and Attempt.read(attempt_path(directory, numbers[-1])).exit != 0:
-        progress.say(f"the trainer died{_last_end(directory)}; starting it again. Its log ends:\n{log_tail(directory)}")
+        progress.say(f"the trainer died{_last_end(directory)}; starting it again; its log ends:\n{log_tail(directory)}")
 
 
 def _last_end(directory: Path) -> str:
