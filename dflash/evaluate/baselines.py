@@ -10,8 +10,9 @@ It proposes fewer tokens when that occurrence lies near the end, and none when n
 proposes the most frequent follower of the longest context it knows, token after token (equal counts: the smaller id).
 Contexts reach back into the prompt; only completion tokens are counted as followers.
 
-Cost: prompt lookup takes a dictionary entry a token and order. The n-gram is built with sorts, 1 s and 250 MB at the peak a
-million tokens and order 4, and keeps about 16 bytes a distinct context; a token takes about 10 microseconds an order.
+Cost: prompt lookup takes a dictionary entry a token and order. The n-gram is built with sorts, 1 s and 250 MB at the
+peak a million tokens and order 4 (so from `NGRAM_TOKENS` at most), and keeps about 16 bytes a distinct context; a token
+takes about 10 microseconds an order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.evaluate.acceptance import Continuation, Walk, matched_prefix, walk
+
+NGRAM_TOKENS = 8_000_000
+"""Most training tokens that an evaluation counts n-grams of: 2 GB and 8 s; all of a large training set would take 600 GB."""
 
 
 class PromptLookup:
@@ -58,6 +62,8 @@ class NGram:
 
     def __init__(self, order: int) -> None:
         self.order = order
+        self.tokens = 0
+        """Tokens that were counted, prompts included."""
         self._default: int | None = None
         self._pairs: list[NDArray[np.int64]] = []  # by context length - 1: sorted codes of known contexts
         self._best: list[NDArray[np.int64]] = []  # by context length - 1: the best follower of each
@@ -71,6 +77,7 @@ class NGram:
         """
         model = cls(order)
         text, followers, offsets = _lay_out(samples)
+        model.tokens = len(text)
         if not len(followers):
             return model
         counts = np.bincount(text[followers])

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
@@ -41,7 +42,7 @@ from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import ROW_GROUP, TableWriter, read_pieces
 from dflash.evaluate import metrics
 from dflash.evaluate.acceptance import Continuation, Drafts, Walk, draft_continuation
-from dflash.evaluate.baselines import NGram, walk_ngram, walk_prompt_lookup
+from dflash.evaluate.baselines import NGRAM_TOKENS, NGram, walk_ngram, walk_prompt_lookup
 from dflash.evaluate.candidates import OWN_DRAFTER, Candidate, other_drafter
 from dflash.evaluate.decode import Decoder
 from dflash.evaluate.ends import Ends, load_ends
@@ -167,6 +168,7 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
     results = {
         "tau": tally.tau(),
         "beaten_by": beaten,
+        "ngram_tokens": judge.ngram.tokens,
         "kernel_gap": gaps,
         "drafters": {item.label: drafter_facts(item) for item in judge.candidates},
     }
@@ -415,12 +417,43 @@ def check_drafter(drafter: Drafter, params: EvaluateParams, where: str) -> None:
             )
 
 
-def training_samples(path: Path) -> Iterator[tuple[Sequence[int], int]]:
-    """(input ids, prompt length) of the training samples."""
-    for piece in read_pieces(path, SAMPLES, ["input_ids", "prompt_length"]):
+def training_samples(path: Path, most: int = NGRAM_TOKENS) -> Iterator[tuple[Sequence[int], int]]:
+    """(input ids, prompt length) of training samples of `most` tokens at most: all, or those whose ids, which are digests, are
+    below a limit, so that the choice depends on the samples and not on their order."""
+    limit = _limit(path, most)
+    for piece in read_pieces(path, SAMPLES, ["id", "input_ids", "prompt_length"]):
         ids = piece.column("input_ids").combine_chunks()
-        for row, length in zip(ids, piece.column("prompt_length").to_pylist(), strict=True):
-            yield row.values.to_numpy(), length
+        names, lengths = piece.column("id").to_pylist(), piece.column("prompt_length").to_pylist()
+        for name, row, length in zip(names, ids, lengths, strict=True):
+            if _place(name) < limit:
+                yield row.values.to_numpy(), length
+
+
+def _place(name: str) -> int:
+    """Where a sample stands among all that there could be: the first 12 hex digits of its id."""
+    return int(name[:12], 16)
+
+
+def _limit(path: Path, most: int) -> int:
+    """The place below which samples hold `most` tokens at most; 16 bytes a sample, and no tokens are read where lengths are."""
+    places: list[NDArray[np.int64]] = []
+    lengths: list[NDArray[np.int64]] = []
+    for piece in read_pieces(path, SAMPLES, ["id", "input_ids"] if _without_lengths(path) else ["id", "length"]):
+        places.append(np.array([_place(name) for name in piece.column("id").to_pylist()], dtype=np.int64))
+        column = piece.column(1)
+        counts = column if pa.types.is_integer(column.type) else pc.list_value_length(column)
+        lengths.append(counts.to_numpy().astype(np.int64))
+    if not places:
+        return 16**12
+    order = np.argsort(np.concatenate(places))
+    sums = np.cumsum(np.concatenate(lengths)[order])
+    beyond = int(np.searchsorted(sums, most, side="right"))
+    return 16**12 if beyond == len(order) else int(np.concatenate(places)[order[beyond]])
+
+
+def _without_lengths(path: Path) -> bool:
+    """Whether any sample lacks its length, as in older files."""
+    return any(piece.column("length").null_count for piece in read_pieces(path, SAMPLES, ["length"]))
 
 
 def continuation_of(row: dict[str, Any], references: Upstream, params: EvaluateParams) -> Continuation:

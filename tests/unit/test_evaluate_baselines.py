@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+import hashlib
+from pathlib import Path
 
+import numpy as np
+import pytest
+
+from dflash.data.schemas import SAMPLES
+from dflash.data.tables import write_table
 from dflash.evaluate.acceptance import Continuation
 from dflash.evaluate.baselines import NGram, PromptLookup, walk_ngram, walk_prompt_lookup
+from dflash.evaluate.evaluate import training_samples
 
 
 def test_prompt_lookup_proposes_what_followed_the_longest_earlier_match() -> None:
@@ -94,3 +101,30 @@ def test_the_ngram_walk_counts_like_the_drafters() -> None:
     result = walk_ngram(continuation, 4, model)
     assert result.anchors == [0, 4, 5]
     assert result.lengths == [4, 1, 1]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths", "no lengths"])
+def test_the_ngram_counts_a_bounded_choice_of_samples_that_no_order_changes(tmp_path: Path, known: bool) -> None:
+    names = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(200)]
+    rows = [
+        {
+            "id": name,
+            "source": "hand",
+            "messages": "[]",
+            "input_ids": [number] * 10,
+            "prompt_length": 1,
+            "finish_reason": "stop",
+            **({"length": 10} if known else {}),
+        }
+        for number, name in enumerate(names)
+    ]
+    write_table(tmp_path / "a.parquet", SAMPLES, rows)
+    write_table(tmp_path / "b.parquet", SAMPLES, rows[::-1])
+    chosen = [
+        {int(ids[0]) for ids, _ in training_samples(tmp_path / f"{name}.parquet", most)}
+        for name, most in (("a", 2000), ("a", 1000), ("b", 1000))
+    ]
+    assert len(chosen[0]) == 200
+    least = sorted(range(200), key=lambda number: names[number])[:100]
+    assert chosen[1] == chosen[2] == set(least)
+    assert NGram.count(training_samples(tmp_path / "a.parquet", 1000), 2).tokens == 10 * len(chosen[1])

@@ -120,6 +120,7 @@ def test_the_numbers_follow_from_the_acceptance_lengths_of_the_requests(
     ]
     assert done.results["tau"]["torch"]["held_out"]["chain"] == pytest.approx(sum(lengths) / len(lengths))
     assert set(done.results["tau"]["torch"]["held_out"]) == {"chain", "tree_4", "tree_8", "prompt_lookup", "ngram"}
+    assert done.results["ngram_tokens"] == sum(len(row["input_ids"]) for row in samples(TRAINED))
 
 
 def test_samples_show_which_tokens_were_drafted_and_accepted(judged: tuple[Road, Outputs, Outputs]) -> None:
