@@ -28,7 +28,7 @@ class Spread(Workspace):
     more: further entries of a host. prefix: what every command of the controller begins with."""
 
     servers: dict[str, Sshd] = field(default_factory=dict)
-    roles: dict[str, str] = field(default_factory=lambda: dict(ROLES))
+    roles: dict[str, str | list[str]] = field(default_factory=lambda: dict(ROLES))
     more: dict[str, dict[str, Any]] = field(default_factory=dict)
     prefix: list[str] = field(default_factory=list)
 
@@ -42,7 +42,7 @@ class Spread(Workspace):
     def store(self, host: str) -> Path:
         return self.workdir(host) / "results/store"
 
-    def write_hosts(self, **roles: str) -> None:
+    def write_hosts(self, **roles: str | list[str]) -> None:
         """Writes the hosts file; roles as given, else as they were."""
         self.roles.update(roles)
         hosts = {

@@ -171,3 +171,19 @@ def test_a_lost_receipt_of_a_remote_stage_is_fetched_not_computed(spread: Spread
     receipt.unlink()
     assert spread.reruns() == ["references"]
     assert Receipt.read(receipt).finished == finished
+
+
+def test_hosts_that_share_the_completions_answer_a_shard_each_and_no_prompt_is_lost(spread: Spread) -> None:
+    before = {name.split("/")[2] for name in spread.receipts() if name.startswith("store/completions/")}
+    spread.write_config(prompts=[{"name": "short", "path": "config/micro/short.jsonl", "shards": 2}])
+    spread.write_hosts(generate=["judge", "trainbox"])
+    spread.call("run")
+    made = [
+        Receipt.read(spread.results / name)
+        for name in spread.receipts()
+        if name.startswith("store/completions/") and name.split("/")[2] not in before
+    ]
+    assert {receipt.host for receipt in made} == {"judge", "trainbox"}
+    prompts = len((spread.folder / "config/micro/short.jsonl").read_text().splitlines())
+    assert sum(receipt.counts.total for receipt in made) == prompts
+    assert all(receipt.counts.ok for receipt in made)
