@@ -30,6 +30,7 @@ from dflash.base.records import (
     last_attempts,
 )
 from dflash.base.store import STEPWISE_RECEIPTS, receipt_path, stage_directory
+from dflash.plan.graph import PARENT_MUST_SHARE
 
 CONFIG_FIELD = "dflash"
 """The metadata field of a drafter's safetensors file that holds its resolved config as JSON."""
@@ -385,23 +386,8 @@ def _add_foreign_config(subject: Subject, path: Path) -> None:
         raise CorruptError("not a mapping", where=str(path))
     nested = values.get("dflash_config") or {}
     both = {**values, **(nested if isinstance(nested, dict) else {})}
-    names = {"num_hidden_layers": "num_draft_layers"}
-    kept = (
-        "block_size",
-        "num_hidden_layers",
-        "target_layer_ids",
-        "layer_types",
-        "sliding_window",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rope_theta",
-        "rms_norm_eps",
-        "mask_token_id",
-        "dtype",
-    )
-    train = {names.get(name, name): both[name] for name in kept if name in both}
+    given_as = {name: name for name in (*PARENT_MUST_SHARE, "dtype")} | {"num_draft_layers": "num_hidden_layers"}
+    train = {name: both[given] for name, given in given_as.items() if given in both}
     train["target"] = {
         "hidden_size": both.get("hidden_size"),
         "vocab_size": both.get("vocab_size"),
