@@ -120,9 +120,7 @@ class Sshd:
     def kill_children(self) -> int:
         """Kills every sshd process that serves a connection (SIGKILL), as a crash would; returns how many there were."""
         found = self.children()
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(found)
         return len(found)
 
     def commands(self) -> list[int]:
@@ -130,16 +128,26 @@ class Sshd:
         return [pid for pid in all_processes() if f"{MARK}={self.folder}".encode() in environment_of(pid)]
 
     def stop(self) -> None:
-        """Ends the server, all its connections and every command that it ever started."""
-        found = descendants(self.process.pid)
+        """Ends the server, all its connections and every command that it ever started; returns when they are gone."""
+        found = set(descendants(self.process.pid))
         self.process.terminate()
-        for pid in {*found, *self.commands()}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all({*found, *self.commands()})
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         self.process.kill()
         self.process.wait()
+        # A killed process is listed until the kernel gets to it, and one that was being started is seen only now.
+        deadline = time.monotonic() + 30
+        while (left := self.commands()) and time.monotonic() < deadline:
+            kill_all(left)
+            time.sleep(0.01)
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL to each; one that is gone already is fine."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def start_sshd(
