@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Workspace, wait_until  # type: ignore[import-not-found]
+from conftest import Workspace, copy_upstream, wait_until  # type: ignore[import-not-found]
 
 from dflash.base.records import LeaseRecord, last_attempts
 from dflash.hosts.lease import holder
@@ -24,9 +24,9 @@ LONG = {"schedule_steps": 600, "checkpoint_every": 300}
 
 
 @pytest.fixture
-def long(fresh: Workspace) -> Workspace:
-    fresh.write_config(train=LONG)
-    return fresh
+def long(begun: Workspace) -> Workspace:
+    begun.write_config(train=LONG)
+    return begun
 
 
 def lease(space: Workspace) -> LeaseRecord | None:
@@ -73,18 +73,18 @@ def trained(space: Workspace) -> None:
     assert sorted(batch_ids(space)) == list(range(1, LONG["schedule_steps"] + 1))
 
 
-def test_evaluation_of_a_step_overlaps_training_of_the_next(fresh: Workspace) -> None:
-    fresh.write_config(train={"schedule_steps": 1600, "checkpoint_every": 400})
-    fresh.call("run")
-    lines = last_attempts(fresh.train_directory() / "metrics.jsonl")
+def test_evaluation_of_a_step_overlaps_training_of_the_next(begun: Workspace) -> None:
+    begun.write_config(train={"schedule_steps": 1600, "checkpoint_every": 400})
+    begun.call("run")
+    lines = last_attempts(begun.train_directory() / "metrics.jsonl")
     during = {}
-    for path in fresh.results.glob("store/evaluate/*/step_*.json"):
+    for path in begun.results.glob("store/evaluate/*/step_*.json"):
         receipt = json.loads(path.read_text())
         start, end = moment(receipt["started"]), moment(receipt["finished"])
         during[receipt["step"]] = sum(start < moment(line.time) < end for line in lines)
     assert max(during.values()) > 10, f"training steps finished during each evaluation: {during}"
     assert during[1600] == 0
-    assert fresh.attempts() == 1
+    assert begun.attempts() == 1
 
 
 def moment(text: str) -> datetime.datetime:
@@ -120,7 +120,8 @@ def test_after_kill_9_of_the_trainer_it_resumes_and_sees_the_same_batches(long: 
     (again.folder / "config").mkdir(parents=True)
     again.config["prompts"][0]["path"] = str(long.folder / "config/micro/short.jsonl")
     again.write_config()
-    again.call("run")
+    copy_upstream(long, again)
+    again.snakemake("--until", "checkpoint_step")
     assert again.attempts() == 1
     assert disturbed == batch_ids(again)
     for step in (300, 600):
