@@ -193,7 +193,7 @@ def test_a_detached_run_survives_its_terminal_and_the_next_run_looks_in(far: Wor
         env=far.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * PATIENCE,
         check=False,
         stdin=subprocess.DEVNULL,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Workspace, copy_upstream, wait_until  # type: ignore[import-not-found]
+from conftest import PATIENCE, Workspace, copy_upstream, wait_until  # type: ignore[import-not-found]
 
 from dflash.base.records import LeaseRecord, last_attempts
 from dflash.hosts.lease import holder
@@ -112,7 +112,7 @@ def test_after_kill_9_of_the_trainer_it_resumes_and_sees_the_same_batches(long: 
         wait_until(lambda: checkpoint(long, 300), what="first checkpoint")
         attempt = json.loads(next(long.results.glob("store/train/*/attempts/1.json")).read_text())
         os.kill(attempt["trainer_pid"], signal.SIGKILL)
-        out, _ = process.communicate(timeout=240)
+        out, _ = process.communicate(timeout=240 * PATIENCE)
         assert process.returncode == 0, out
     assert long.attempts() == 2
     disturbed = batch_ids(long)
@@ -136,8 +136,8 @@ def test_a_signal_gives_the_prompt_back_and_leaves_training_alive(long: Workspac
         before = lease(long)
         start = time.monotonic()
         os.kill(process.pid, number)
-        out, _ = process.communicate(timeout=30)
-        assert time.monotonic() - start < 5.0
+        out, _ = process.communicate(timeout=30 * PATIENCE)
+        assert time.monotonic() - start < 5.0 * PATIENCE
         assert process.returncode == 128 + number
         assert "goes on" in out
     after = lease(long)
@@ -153,7 +153,7 @@ def test_stop_ends_training_and_neither_run_nor_snakemake_revives_it(long: Works
     with running(long) as process:
         wait_until(lambda: checkpoint(long, 300), what="first checkpoint")
         os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=30 * PATIENCE)
     long.call("stop", "micro")
     assert lease(long) is None
     steps = len(batch_ids(long))
@@ -172,7 +172,7 @@ def test_stop_finish_evaluates_and_reports_what_exists(long: Workspace) -> None:
     with running(long) as process:
         wait_until(lambda: checkpoint(long, 300), what="first checkpoint")
         os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=30 * PATIENCE)
     long.call("stop", "micro", "--finish")
     existing = {int(path.parent.name[5:]) for path in long.results.glob("store/train/*/step_*/manifest.json")}
     scheduled = sorted(existing & {300, 600})
