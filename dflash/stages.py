@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from dflash.base.loading import loading
 from dflash.base.params import Params
 
 
@@ -42,7 +43,8 @@ class Stage:
 
     def run(self) -> Any:
         """Loads the entry point (may import torch)."""
-        return _load(self.entry)
+        with loading():
+            return _load(self.entry)
 
 
 def _load(reference: str) -> Any:

@@ -6,6 +6,7 @@ of one of them fails instead.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,14 @@ import pytest
 from sshd import Sshd, start_sshd, why_not
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What test modules import stays: the collector would look through all of torch for nothing (see dflash/base/loading.py).
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collection has imported everything."""
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 
+from dflash.base.loading import loading
 from dflash.train.parent import end_with_parent, hear_requests
 
 
@@ -20,10 +21,11 @@ def main() -> int:
     ending = hear_requests()
     sys.argv = [f"{sys.argv[0]} {role}", *arguments]
     if role == "ranks":
-        from dflash.train import ranks
-
+        with loading():
+            from dflash.train import ranks
         ranks.end_now(ending)
-    from dflash.train import trainer
+    with loading():
+        from dflash.train import trainer
 
     return trainer.main(arguments, ending)
 

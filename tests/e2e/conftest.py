@@ -23,6 +23,7 @@ import pytest
 import yaml
 from sshd import Sshd, why_not
 
+from dflash.base.files import locked
 from dflash.hosts.lease import holder
 from dflash.plan.code import source_root
 
@@ -201,10 +202,29 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Workspace:
-    """The micro run, finished once; scenarios work on copies."""
-    space = make_workspace(tmp_path_factory.mktemp("finished") / "work", cache)
-    space.call("run")
-    return space
+    """The micro run, finished once, by whichever worker of the session comes first; scenarios work on copies."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent / "finished" if "PYTEST_XDIST_WORKER" in os.environ else base / "finished"
+    shared.mkdir(exist_ok=True)
+    with locked(shared / "lock"):
+        if not (shared / "ready").exists():
+            shutil.rmtree(shared / "work", ignore_errors=True)
+            make_workspace(shared / "work", cache).call("run")
+            (shared / "ready").touch()
+    return Workspace(shared / "work", cache, config=yaml.safe_load((shared / "work/config/config.yaml").read_text()))
+
+
+def copy_upstream(source: Workspace, space: Workspace) -> None:
+    """Lets everything before training stand in a workspace."""
+    for stage in ("prompts", "completions", "dataset", "buckets", "references", "environments"):
+        shutil.copytree(source.results / "store" / stage, space.results / "store" / stage)
+
+
+@pytest.fixture
+def begun(fresh: Workspace, finished_run: Workspace) -> Workspace:
+    """A workspace in which everything before training stands, and no training."""
+    copy_upstream(finished_run, fresh)
+    return fresh
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, Workspace, wait_until  # type: ignore[import-not-found]
+from conftest import PATIENCE, Workspace, copy_upstream, wait_until  # type: ignore[import-not-found]
 from spread import Spread, make_spread
 from sshd import Sshd
 from test_survival import LONG, running, snakemakes
@@ -37,12 +37,6 @@ def far(tmp_path: Path, servers: dict[str, Sshd], finished_run: Workspace) -> It
     space.write_hosts(eval="local")
     yield space
     space.kill_trainers()
-
-
-def copy_upstream(source: Workspace, space: Spread) -> None:
-    """Lets everything before training stand in a workspace."""
-    for stage in ("prompts", "completions", "dataset", "buckets", "references", "environments"):
-        shutil.copytree(source.results / "store" / stage, space.results / "store" / stage)
 
 
 def lease(space: Spread) -> LeaseRecord | None:
@@ -199,7 +193,7 @@ def test_a_detached_run_survives_its_terminal_and_the_next_run_looks_in(far: Wor
         env=far.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * PATIENCE,
         check=False,
         stdin=subprocess.DEVNULL,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Workspace, wait_until  # type: ignore[import-not-found]
+from conftest import PATIENCE, Workspace, copy_upstream, wait_until  # type: ignore[import-not-found]
 
 from dflash.base.records import LeaseRecord, last_attempts
 from dflash.hosts.lease import holder
@@ -24,9 +24,9 @@ LONG = {"schedule_steps": 600, "checkpoint_every": 300}
 
 
 @pytest.fixture
-def long(fresh: Workspace) -> Workspace:
-    fresh.write_config(train=LONG)
-    return fresh
+def long(begun: Workspace) -> Workspace:
+    begun.write_config(train=LONG)
+    return begun
 
 
 def lease(space: Workspace) -> LeaseRecord | None:
@@ -73,18 +73,18 @@ def trained(space: Workspace) -> None:
     assert sorted(batch_ids(space)) == list(range(1, LONG["schedule_steps"] + 1))
 
 
-def test_evaluation_of_a_step_overlaps_training_of_the_next(fresh: Workspace) -> None:
-    fresh.write_config(train={"schedule_steps": 1600, "checkpoint_every": 400})
-    fresh.call("run")
-    lines = last_attempts(fresh.train_directory() / "metrics.jsonl")
+def test_evaluation_of_a_step_overlaps_training_of_the_next(begun: Workspace) -> None:
+    begun.write_config(train={"schedule_steps": 1600, "checkpoint_every": 400})
+    begun.call("run")
+    lines = last_attempts(begun.train_directory() / "metrics.jsonl")
     during = {}
-    for path in fresh.results.glob("store/evaluate/*/step_*.json"):
+    for path in begun.results.glob("store/evaluate/*/step_*.json"):
         receipt = json.loads(path.read_text())
         start, end = moment(receipt["started"]), moment(receipt["finished"])
         during[receipt["step"]] = sum(start < moment(line.time) < end for line in lines)
     assert max(during.values()) > 10, f"training steps finished during each evaluation: {during}"
     assert during[1600] == 0
-    assert fresh.attempts() == 1
+    assert begun.attempts() == 1
 
 
 def moment(text: str) -> datetime.datetime:
@@ -112,7 +112,7 @@ def test_after_kill_9_of_the_trainer_it_resumes_and_sees_the_same_batches(long: 
         wait_until(lambda: checkpoint(long, 300), what="first checkpoint")
         attempt = json.loads(next(long.results.glob("store/train/*/attempts/1.json")).read_text())
         os.kill(attempt["trainer_pid"], signal.SIGKILL)
-        out, _ = process.communicate(timeout=240)
+        out, _ = process.communicate(timeout=240 * PATIENCE)
         assert process.returncode == 0, out
     assert long.attempts() == 2
     disturbed = batch_ids(long)
@@ -120,7 +120,8 @@ def test_after_kill_9_of_the_trainer_it_resumes_and_sees_the_same_batches(long: 
     (again.folder / "config").mkdir(parents=True)
     again.config["prompts"][0]["path"] = str(long.folder / "config/micro/short.jsonl")
     again.write_config()
-    again.call("run")
+    copy_upstream(long, again)
+    again.snakemake("--until", "checkpoint_step")
     assert again.attempts() == 1
     assert disturbed == batch_ids(again)
     for step in (300, 600):
@@ -135,8 +136,8 @@ def test_a_signal_gives_the_prompt_back_and_leaves_training_alive(long: Workspac
         before = lease(long)
         start = time.monotonic()
         os.kill(process.pid, number)
-        out, _ = process.communicate(timeout=30)
-        assert time.monotonic() - start < 5.0
+        out, _ = process.communicate(timeout=30 * PATIENCE)
+        assert time.monotonic() - start < 5.0 * PATIENCE
         assert process.returncode == 128 + number
         assert "goes on" in out
     after = lease(long)
@@ -152,7 +153,7 @@ def test_stop_ends_training_and_neither_run_nor_snakemake_revives_it(long: Works
     with running(long) as process:
         wait_until(lambda: checkpoint(long, 300), what="first checkpoint")
         os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=30 * PATIENCE)
     long.call("stop", "micro")
     assert lease(long) is None
     steps = len(batch_ids(long))
@@ -171,7 +172,7 @@ def test_stop_finish_evaluates_and_reports_what_exists(long: Workspace) -> None:
     with running(long) as process:
         wait_until(lambda: checkpoint(long, 300), what="first checkpoint")
         os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=30 * PATIENCE)
     long.call("stop", "micro", "--finish")
     existing = {int(path.parent.name[5:]) for path in long.results.glob("store/train/*/step_*/manifest.json")}
     scheduled = sorted(existing & {300, 600})

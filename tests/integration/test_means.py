@@ -40,7 +40,7 @@ def test_killed_children_end_the_connection_and_nothing_else(sshd: Sshd) -> None
         while "sleep" not in {command_name(pid) for pid in sshd.commands()}:
             time.sleep(0.01)
         assert sshd.kill_children() > 0
-        assert client.wait(10) == 255
+        assert client.wait(60) == 255
     assert subprocess.run(ssh(sshd, "true"), timeout=30, check=False).returncode == 0
     assert "sleep" in {command_name(pid) for pid in sshd.commands()}, "the command outlives its connection"
     sshd.stop()
@@ -89,7 +89,7 @@ def test_the_proxy_delays_counts_flips_silences_and_cuts(echo: int) -> None:
         proxy.delay(50)
         started = time.monotonic()
         exchange(client, b"hello")
-        assert 0.1 <= time.monotonic() - started < 2
+        assert 0.1 <= time.monotonic() - started < 10
         proxy.delay(0)
         proxy.flip(after=2)
         assert exchange(client, b"hello") == b"he,lo"

@@ -78,7 +78,7 @@ def by_ssh(host: SshHost) -> None:
 def by_paramiko(host: SshHost) -> None:
     with host.channel(["true"]) as channel:
         assert channel.read() == b""
-        assert channel.wait(10) == 0
+        assert channel.wait(60) == 0
 
 
 BOTH = pytest.mark.parametrize("reach", [by_ssh, by_paramiko])
@@ -123,7 +123,7 @@ def test_a_command_that_is_not_there_and_one_that_hangs(host_by_both: SshHost) -
     started = time.monotonic()
     with pytest.raises(TransientError, match="did not end within 1 s"):
         host_by_both.run(["sleep", "60"], timeout=1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 # Small files
@@ -221,7 +221,7 @@ def test_a_wrap_passes_arguments_input_output_and_status(wrapped: SshHost, tmp_p
         channel.write(b"x" * 1000)
         channel.close_stdin()
         assert channel.read().decode().strip() == f"200 {AWKWARD!r} 1000"
-        assert channel.wait(10) == 9
+        assert channel.wait(60) == 9
     path = tmp_path / AWKWARD / "-file"
     wrapped.put(path, b"content")
     assert wrapped.get(path) == b"content"
@@ -463,7 +463,7 @@ def test_a_killed_server_is_not_taken_for_a_clean_end(host: SshHost, sshd: Sshd)
         sshd.kill_children()
         assert channel.read() == b"", "paramiko says that the output ended"
         with pytest.raises(TransientError, match="the connection failed"):
-            channel.wait(10)
+            channel.wait(60)
     thread.join(10)
     assert isinstance(failed[0], TransientError)
     assert "the connection failed" in failed[0].what

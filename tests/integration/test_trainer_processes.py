@@ -96,10 +96,12 @@ def test_a_killed_launcher_takes_its_trainer_with_it_and_frees_the_lease(trainin
     wait_until(lambda: reached(training, 1), 120)
     attempt = record(training, 1)
     assert training.holder().pid == attempt.launcher_pid
+    path = schedule.lease_path(training.directory).resolve()
+    open_there = [file.resolve() for file in Path(f"/proc/{attempt.trainer_pid}/fd").iterdir()]
+    assert path in open_there, "the trainer holds it too, as long as it lives"
     kill(attempt.launcher_pid)
-    assert training.holder() is not None, "the trainer still holds it"
-    wait_until(lambda: training.holder() is None, 5)
-    assert not alive(attempt.trainer_pid)
+    wait_until(lambda: training.holder() is None)
+    wait_until(lambda: not alive(attempt.trainer_pid))
     with pytest.raises(TransientError, match="the launcher of attempt 1 was killed"):
         training.wait(FAR)
 

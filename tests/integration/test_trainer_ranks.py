@@ -67,7 +67,7 @@ def test_any_killed_rank_ends_the_job_with_its_name_and_the_next_start_resumes(
         seconds = time.monotonic() - killed
         assert seconds < 30, f"{seconds:.1f} s"
         print(f"the job ended {seconds:.1f} s after {name} was killed")
-        assert wait_until(lambda pids=pids: all(map(gone, pids)), 5)
+        assert wait_until(lambda pids=pids: all(map(gone, pids)))
         assert f"{name} on local was killed by SIGKILL; it last said: " in lost.value.message()
         ended = record(training, attempt)
         assert ended.signal == "SIGKILL"
@@ -98,12 +98,12 @@ def test_a_rank_that_is_stopped_and_does_not_die_ends_the_job_by_name(training: 
     stopped = time.monotonic()
     with pytest.raises(TransientError) as lost:
         training.wait(FAR)
-    assert 3 < time.monotonic() - stopped < 4 + 10
-    assert wait_until(lambda: all(map(gone, pids)), 5)
+    assert 3 < time.monotonic() - stopped < 4 + 20
+    assert wait_until(lambda: all(map(gone, pids)))
     name = {1: "rank 1 (target 1)", 2: "rank 2 (drafter 0)", 3: "rank 3 (drafter 1)"}[victim]
     said = lost.value.message()
     assert re.search(
-        rf"step \d+: {re.escape(name)} on local gave no sign of life for \d s \(in step \d+, .*\)", said
+        rf"step \d+: {re.escape(name)} on local gave no sign of life for \d+ s \(in step \d+, .*\)", said
     ), said
     assert "; it last said: " in said
     ended = record(training, 1)
@@ -130,7 +130,7 @@ def test_signals_and_requests_reach_a_training_of_several_ranks(training: Traini
     assert newest > step, "the step it was in was finished and saved"
     assert len(last_attempts(training.directory / "metrics.jsonl")) == newest
     assert checkpoint.load_state(training.directory, newest, training.directory.name).next_step == newest
-    assert wait_until(lambda: all(map(gone, attempt.rank_pids)), 5)
+    assert wait_until(lambda: all(map(gone, attempt.rank_pids)))
 
 
 def test_torchrun_starts_the_same_program_and_sigterm_saves_the_step(training: Training) -> None:

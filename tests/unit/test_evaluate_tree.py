@@ -88,7 +88,7 @@ def test_no_budget_and_no_slots_give_no_tree_and_nan_is_refused() -> None:
 
 def test_hundreds_of_trees_a_second_at_a_vocabulary_of_2048() -> None:
     log_probs = random_log_probs(np.random.default_rng(3), 7, 2048, 3.0).astype(np.float32)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(40):
         build_tree(log_probs, 64)
-    assert 40 / (time.perf_counter() - start) > 200
+    assert 40 / (time.process_time() - start) > 200

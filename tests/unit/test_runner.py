@@ -204,13 +204,13 @@ def test_a_job_ends_when_its_workflow_is_gone(job: Job) -> None:
     assert child.poll() is None
     parent.kill()
     parent.wait()
-    assert child.wait(timeout=10) == 1
+    assert child.wait(timeout=60) == 1
 
 
 def test_a_job_ends_when_the_pid_of_its_workflow_has_become_somebody_elses() -> None:
     child = watching(f"{os.getpid()}:1")
     try:
-        assert child.wait(timeout=10) == 1
+        assert child.wait(timeout=60) == 1
     finally:
         child.kill()
 

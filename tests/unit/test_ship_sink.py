@@ -131,6 +131,6 @@ def test_a_source_that_may_not_be_read_is_told_and_is_not_tried_again(tmp_path: 
     header = sink.HEADER.unpack(sender.stdout.read(sink.HEADER.size))
     told = json.loads(sender.stdout.read(header[4]))
     sender.stdin.close()
-    sender.wait(10)
+    sender.wait(60)
     assert header[1] == sink.FAILED
     assert (told["kind"], told["where"]) == ("permanent", str(tmp_path / "weights"))
