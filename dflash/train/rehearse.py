@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash.base.canonical import short_digest
 from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError, TransientError
 from dflash.base.files import read_json, write_json
 from dflash.base.progress import Progress
@@ -76,17 +77,15 @@ class LongestBatches(BatchPlan):
         """The most tokens that a batch of a bucket can hold: its longest samples, as many as go into a batch."""
         rows = np.flatnonzero(self.bucket_of == bucket)
         rows = rows[np.argsort(-self.lengths[rows], kind="stable")][: int(self.batch_sizes[bucket])]
-        return Batch(f"longest {bucket}", 0, 0, bucket, rows, self.lengths[rows])
+        return Batch(short_digest({"longest": bucket}), 0, 0, bucket, rows, self.lengths[rows])
 
     def step(self, step_index: int) -> list[Batch]:
         """`batches_per_step` times the longest batch of the bucket whose turn it is."""
         order = self.order()
         bucket = order[min((step_index - self.first_step) // PASSES, len(order) - 1)]
         longest = self.longest_batch(bucket)
-        return [
-            replace(longest, batch_id=f"longest {bucket}-{step_index}-{place}")
-            for place in range(self.params.batches_per_step)
-        ]
+        names = [short_digest([step_index, place]) for place in range(self.params.batches_per_step)]
+        return [replace(longest, batch_id=name) for name in names]  # a credit names its batch
 
 
 def longest_batches(
