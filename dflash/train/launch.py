@@ -687,7 +687,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DflashError as error:
         status = EXIT_BY_KIND.get(error.kind, 1)
         if isinstance(error, lease.LeaseHeld):
-            status = ALREADY_HELD if error.holder.key == arguments.directory.name else DEVICE_HELD
+            # By the lease, not by the key: another clone may train the same on this GPU.
+            own = str(schedule.lease_path(arguments.directory.resolve()))
+            status = ALREADY_HELD if error.where == own else DEVICE_HELD
         _report(writer, status, error.message())
         return status
     _report(writer, 0, "")
