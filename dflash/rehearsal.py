@@ -127,6 +127,7 @@ class Rehearsal:
     def problems(self) -> list[str]:
         """What failed, each with what cures it."""
         found = [f"{part.name}: {part.said}" for part in self.parts if part.state == FAILED]
+        found += [f"memory: {why}" for why in crowded(self)]
         return found + [f"disk: {why}" for disk in self.disks if (why := _too_small(disk))]
 
     def expected(self) -> Expected | None:
@@ -554,19 +555,42 @@ def _evaluation_words(evaluation: Mapping[str, Any]) -> str:
     return f"{'; '.join(said)} (the drafter is all but untrained)"
 
 
+def gpus_in_use(training: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """GPU -> the most bytes that a rank had there, and what it left."""
+    found = {}
+    for one in training["ranks"]:
+        if "gpu_room" in one:
+            name = one["device"] if training["topology"]["colocate"] else f"rank {one['rank']}"
+            peak = max(line["memory_bytes"].get(name, 0) for line in training["lines"])
+            found[one["device"]] = peak, one["gpu_room"] - peak
+    return found
+
+
+def crowded(found: Rehearsal) -> list[str]:
+    """Where an evaluation will share a GPU with the training that goes on, and not find the memory that it needs."""
+    if found.training is None or found.evaluation is None or found.parts[0].where != found.parts[3].where:
+        return []
+    device, needed = str(found.evaluation["device"]), int(found.evaluation["peak"])
+    _, left = gpus_in_use(found.training).get("cuda:0" if device == "cuda" else device, (0, needed))
+    if needed <= left:
+        return []
+    return [
+        f"an evaluation takes {size(needed)} of {device}, and training leaves {size(left)} there. Give roles.eval another host or "
+        "device, or lower train.micro_batch: neither changes a key."
+    ]
+
+
 def memory_rows(found: Rehearsal) -> list[list[str]]:
     """Device, who is on it, the most in use, what was left then."""
     rows = []
     if found.training is not None:
-        topology, lines = found.training["topology"], found.training["lines"]
+        topology = found.training["topology"]
         roles = Roles(topology["targets"], topology["drafters"])
-        where = found.parts[0].where
+        where, gpus = found.parts[0].where, gpus_in_use(found.training)
         for one in found.training["ranks"]:
             who = "both roles" if topology["colocate"] else roles.name(one["rank"])
-            if "gpu_room" in one:
-                name = one["device"] if topology["colocate"] else f"rank {one['rank']}"
-                peak = max(line["memory_bytes"].get(name, 0) for line in lines)
-                rows.append([where, one["device"], who, size(peak), size(one["gpu_room"] - peak)])
+            if one["device"] in gpus:
+                rows.append([where, one["device"], who, *map(size, gpus[one["device"]])])
             else:
                 rows.append([where, one["device"], who, size(one["host_peak"]), ""])
         least = min(one["host_left"] for one in found.training["ranks"])

@@ -196,7 +196,7 @@ def link_upstream(store: Path, scratch: Path, document: ParamsFile, shipped: Seq
 
 
 def refuse_missing_gpus(device: str, topology: Topology) -> None:
-    """Refuses a topology of more ranks than the host has GPUs. On a CPU ranks share what there is.
+    """Refuses a topology of more ranks than the host has GPUs, where that is known. On a CPU ranks share what there is.
 
     Raises:
         PermanentError: names both numbers and the knob.
@@ -205,8 +205,9 @@ def refuse_missing_gpus(device: str, topology: Topology) -> None:
         return
     ranks = 1 if topology.colocate else topology.targets + topology.drafters
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    there = len(visible or machine.gpus()) - int(device.partition(":")[2] or 0)
-    if ranks > there:
+    known = len(visible or machine.gpus())
+    there = known - int(device.partition(":")[2] or 0)
+    if known and ranks > there:
         raise PermanentError(
             f"{ranks} ranks need a GPU each, {max(0, there)} are there from `{device}` on",
             where="train.topology",

@@ -297,6 +297,21 @@ def test_headroom_is_what_a_gpu_has_for_a_rank_less_the_most_it_took() -> None:
     assert rows["cuda:2"] == ["rank 2 (drafter 0)", "6.0 GB", "2.0 GB"]
 
 
+@pytest.mark.parametrize(("peak", "problems"), [(2 * 10**9, 0), (2 * 10**9 + 1, 1)])
+def test_an_evaluation_must_fit_beside_the_training_that_it_shares_a_gpu_with(peak: int, problems: int) -> None:
+    ranks = [{"rank": 2, "device": "cuda:0", "host_peak": 1, "host_left": 1, "gpu_room": 8 * 10**9}]
+    training = training_of(ranks=ranks)
+    for line in training["lines"]:
+        line["memory_bytes"] = {"rank 2": 6 * 10**9}
+    evaluation = {"device": "cuda", "peak": peak, "left": 1}
+    parts = [Part("training", "box"), Part("checkpoint", "box"), Part("shipment", "box"), Part("evaluation", "box")]
+    found = Rehearsal("demo", "key", parts, training, evaluation=evaluation)
+    assert len(found.problems) == problems
+    assert all("roles.eval" in problem and "leaves 2.0 GB" in problem for problem in found.problems)
+    parts[3].where = "judge"
+    assert not found.problems
+
+
 def test_a_disk_that_is_too_small_is_a_problem_that_names_the_knobs() -> None:
     found = Rehearsal("demo", "key", disks=[Disk("box", 10**10, 10**9, "4 drafters"), Disk("far", 1, None, "")])
     (problem,) = found.problems
