@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash import bundle
-from dflash.base.errors import DflashError, PermanentError
+from dflash.base.errors import DflashError, PermanentError, TransientError
 from dflash.base.progress import Progress
 from dflash.base.records import Artifact, Receipt, ShipmentReceipt
 from dflash.base.store import checkpoint_directory, receipt_path, shipped_artifact, shipped_directory, stage_directory
@@ -33,7 +33,7 @@ from dflash.hosts.doctor import size
 from dflash.hosts.host import Host, LocalHost
 from dflash.plan.graph import Node, Plan, PlannedRun
 from dflash.plan.places import LOCAL, TARGET, placement, planned_place, shipments
-from dflash.remote import STORE, ask, raise_error
+from dflash.remote import STORE, LinkLost, Unreachable, ask, raise_error
 from dflash.runner import placement_fields
 from dflash.ship.ship import ship
 from dflash.shipments import ATTEMPTS, IDLE, small_target
@@ -42,7 +42,7 @@ from dflash.train.rehearse import PREFIX
 from dflash.train.roles import Roles
 
 NEEDED = ("dataset", "buckets")
-DONE, FAILED, SKIPPED = "done", "FAILED", "not tried"
+DONE, FAILED, SKIPPED, NEEDLESS = "done", "FAILED", "not tried", "not needed"
 DISK_REMEDY = "Free some, raise train.checkpoint_every, or lower train.keep_states: neither changes a key."
 ITEM = {"float32": 4, "float64": 8, "bfloat16": 2}
 REACH_TIMEOUT = 30.0
@@ -78,7 +78,12 @@ class Site:
             bundle.place(files, self.scratch)
             return rehearse_part(self.store, whole)
         placed = {str(STORE / self.name / path): content for path, content in files.items()}
-        answer, _ = ask(self.host, role, whole, placed)
+        try:
+            answer, _ = ask(self.host, role, whole, placed)
+        except Unreachable:
+            raise
+        except LinkLost as lost:
+            raise TransientError(lost.what, remedy="Rehearse again; what it was doing there has been ended.") from lost
         raise_error(answer, self.host)
         found: dict[str, Any] = answer["found"]
         return found
@@ -268,7 +273,7 @@ def _rehearse_parts(found: Rehearsal, plan: Plan, planned: PlannedRun, gpu: Site
     drafter = checkpoint_directory(Path("train") / train.key, found.training["checkpoint"]["step"]) / "drafter"
     with told(shipment):
         if gpu.place == judge.place:
-            shipment.said = "not needed: it is judged where it is trained"
+            shipment.state, shipment.said = NEEDLESS, "it is judged where it is trained"
         else:
             found.shipment = _ship(found.training, gpu, judge, drafter)
             shipment.said = _shipment_words(found.shipment)
@@ -288,7 +293,7 @@ def told(part: Part) -> Iterator[None]:
     """Notes how a part went. An error that was raised on purpose is its outcome; others, and Ctrl-C, go on their way."""
     try:
         yield
-        part.state = DONE
+        part.state = DONE if part.state == SKIPPED else part.state
     except DflashError as error:
         part.state, part.said = FAILED, error.message()
 

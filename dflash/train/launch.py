@@ -300,7 +300,7 @@ def start_foreground(directory: Path, store: Path, placement: Path, run: str) ->
     argv = _launcher_command(directory, store, placement, run, invocation_id(None))
     with (directory / "trainer.log").open("ab") as log:
         return subprocess.Popen(
-            [*argv, "--foreground"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
+            [*argv, "--foreground"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=own_environment()
         )
 
 
@@ -367,7 +367,7 @@ def _failed(failure: Failure, path: Path) -> DflashError:
 def _start_launcher(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> str:
     """Starts a launcher; returns who holds its GPU, or nothing when a trainer is at work."""
     argv = _launcher_command(directory, store, placement, run, invocation)
-    done = LocalHost().run(argv, timeout=LAUNCH_TIMEOUT, environment=_environment())
+    done = LocalHost().run(argv, timeout=LAUNCH_TIMEOUT, environment=own_environment())
     if done.status == DEVICE_HELD:
         return done.stderr.strip() or "somebody else's training"
     if done.status not in (0, ALREADY_HELD):
@@ -385,7 +385,7 @@ def _launcher_command(directory: Path, store: Path, placement: Path, run: str, i
     return [*argv, "--run", run, "--invocation", invocation]
 
 
-def _environment() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
     """This environment, with this checkout first on the path: the launcher must run the code that called it."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root)]
@@ -614,7 +614,7 @@ class _Launcher:
         threads = str(self.placement.threads)
         # Deterministic matrix products on CUDA need the workspace setting before the first of them.
         fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **_environment(), **fixed}
+        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own_environment(), **fixed}
 
 
 def _detach(log: Path) -> int:

@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -164,7 +165,8 @@ def rehearse_training(store: Path, name: str, request: Mapping[str, Any]) -> dic
     schedule.merge_steps(directory, [last])
     write_json(scratch / "placement.json", placement.model_dump(mode="json"))
     began = time.time()
-    run_launcher(directory, scratch, str(request["run"]), last - first)
+    with cleared_when_killed(store, name):
+        run_launcher(directory, scratch, str(request["run"]), last - first)
     lines = read_lines(directory)
     found["lines"] = [line.model_dump(mode="json") for line in lines]
     found["start_seconds"] = max(0.0, _seconds(lines[0].time) - lines[0].seconds - began)
@@ -331,6 +333,22 @@ def clear(store: Path, name: str) -> None:
         raise PermanentError("it cannot be deleted", where=str(scratch), remedy="Delete it by hand.")
 
 
+@contextlib.contextmanager
+def cleared_when_killed(store: Path, name: str) -> Iterator[None]:
+    """While this lasts a process outside of our session waits for our death, however sudden, and takes the throwaway store away
+    after it, with whoever works in it. An error is no death: whoever hears of it calls `clear`."""
+    argv = [sys.executable, "-m", "dflash.train.rehearse", str(store.absolute()), name]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    waiter = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, env=launch.own_environment(), start_new_session=True, **quiet
+    )
+    try:
+        yield
+    finally:
+        waiter.kill()
+        waiter.communicate()
+
+
 def sweep(store: Path) -> None:
     """Takes away what rehearsals that were killed have left: throwaway stores that are old and that nobody holds."""
     for scratch in store.glob(f"{PREFIX}*"):
@@ -344,3 +362,13 @@ def _holders(scratch: Path) -> Iterator[Any]:
     for folder in scratch.glob("train/*"):
         if not folder.is_symlink() and (held := lease.holder(schedule.lease_path(folder))) is not None:
             yield held
+
+
+def main() -> None:
+    """What `cleared_when_killed` starts: waits for the end of its standard input, then clears."""
+    sys.stdin.buffer.read()
+    clear(Path(sys.argv[1]), sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

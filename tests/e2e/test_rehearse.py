@@ -86,7 +86,7 @@ def test_every_rank_of_the_topology_meets_the_longest_batch(finished: Workspace,
     finished.write_config(train=train)
     receipts = finished.receipts()
     found, _ = rehearse(finished)
-    assert states(found) == ALL_DONE
+    assert states(found) == {**ALL_DONE, "shipment": "not needed"}
     assert finished.receipts() == receipts
     ranks = 3 if train else 1
     assert [one["rank"] for one in found["training"]["ranks"]] == list(range(ranks))
@@ -158,7 +158,11 @@ def test_a_batch_that_does_not_fit_is_named_with_its_knob(
         "training": "FAILED",
         **dict.fromkeys(("checkpoint", "shipment", "evaluation"), "not tried"),
     }
-    assert re.search(r"dflash: training: .*longest batch.* of host memory.*train\.\w+", said.splitlines()[-1])
+    last = said.splitlines()[-1]
+    assert last.startswith("dflash: training: ")
+    assert "of host memory" in last
+    assert "longest batch" in last
+    assert re.search(r"lower train\.\w+", last)
 
 
 def test_a_stream_too_small_for_the_longest_batch_is_named(finished: Workspace) -> None:
@@ -214,3 +218,17 @@ def command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+@pytest.mark.parametrize("where", ["local", "hosts"])
+def test_a_rehearsal_that_is_killed_in_mid_training_is_cleared_up_after_all_the_same(far: Spread, where: str) -> None:
+    if where == "local":
+        far.write_hosts(gpu="local", eval="local")
+    store = far.results / "store" if where == "local" else far.store("trainbox")
+    process = far.start("rehearse", "micro")
+    wait_until(lambda: list(store.glob(".rehearsal-*/train/*/attempts/1.json")), seconds=100, what="the ranks' start")
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not list(store.glob(".rehearsal-*")), what="an empty place")
+    mark = str(far.folder.parent).encode()
+    wait_until(lambda: not [pid for pid in all_processes() if mark in command(pid)], what="the end of every process")
