@@ -17,6 +17,9 @@ from sshd import Sshd, all_processes
 from test_spread_survival import copy_upstream, lease
 from test_survival import LONG, running
 
+from dflash.model.target import load_target
+from dflash.model.target_params import RandomTarget
+
 pytestmark = pytest.mark.timeout(900 * PATIENCE)
 
 TWO_TO_ONE = {"topology": {"targets": 2, "drafters": 1, "colocate": False}}
@@ -232,3 +235,18 @@ def test_a_rehearsal_that_is_killed_in_mid_training_is_cleared_up_after_all_the_
     wait_until(lambda: not list(store.glob(".rehearsal-*")), what="an empty place")
     mark = str(far.folder.parent).encode()
     wait_until(lambda: not [pid for pid in all_processes() if mark in command(pid)], what="the end of every process")
+
+
+def test_what_must_be_made_first_is_said_and_a_target_that_was_never_shipped_goes_along(far: Spread) -> None:
+    made = load_target(RandomTarget(model_type="qwen3", seed=1).fields_of_type(), "float32", "cpu")
+    made.model.save_pretrained(far.folder / "target")
+    made.tokenizer.save_pretrained(far.folder / "target")
+    far.config["target"] = {"path": "target"}
+    far.write_config()
+    refused = far.call("rehearse", "micro", expect=1)
+    first = re.search(r"the dataset that a rehearsal needs is not made yet\. Run `snakemake (\S+)`", refused.stderr)
+    assert first is not None
+    far.snakemake(first[1])
+    found, said = rehearse(far)
+    assert states(found) == ALL_DONE, said
+    assert not [path for place in places(far)[1:] for path in place.glob("targets/*")]
