@@ -213,29 +213,36 @@ def rehearse(plan: Plan, planned: PlannedRun) -> Rehearsal:
     train, evaluate = planned.nodes["train"], planned.nodes["evaluate"]
     require_upstream(train)
     name = f"{PREFIX}{uuid.uuid4().hex[:12]}"
-    gpu, judge, here = (
-        site_of(plan, place, name) for place in (planned_place(plan, train), planned_place(plan, evaluate), LOCAL)
-    )
-    first = int((train.params.params.get("continue_from") or {}).get("step", 0)) if _goes_on(train) else 0
-    found = Rehearsal(planned.name, train.key, steps=train.steps[-1] - first, checkpoints=len(train.steps))
+    places = planned_place(plan, train), planned_place(plan, evaluate), LOCAL
+    sites = {place: site_of(plan, place, name) for place in places}
+    found = Rehearsal(planned.name, train.key, steps=train.steps[-1] - first_step(train), checkpoints=len(train.steps))
+    gpu, judge, here = (sites[place] for place in places)
     try:
         _rehearse_parts(found, plan, planned, gpu, judge, here)
     finally:
-        _clear({site.place: site for site in (gpu, judge, here)}, found)
+        _clear(sites, found)
     found.disks = disks(plan, planned, found, gpu, judge)
     return found
 
 
-def _goes_on(train: Node) -> bool:
-    return (train.params.params.get("continue_from") or {}).get("what") == "state"
+def first_step(train: Node) -> int:
+    """The steps done before a training begins: those of the state that it continues, else 0."""
+    source = train.params.params.get("continue_from") or {}
+    return int(source["step"]) if source.get("what") == "state" else 0
 
 
 def require_upstream(train: Node) -> None:
-    """Refuses to rehearse what has no dataset or buckets.
+    """Refuses to rehearse what has no dataset or buckets, or nothing left to train.
 
     Raises:
         PermanentError: names the receipt and the command that makes it.
     """
+    if not train.steps:
+        raise PermanentError(
+            "no checkpoint of this run is scheduled: it was stopped for good before its first",
+            where=str(train.directory),
+            remedy="`dflash run --resume` trains it.",
+        )
     for name in NEEDED:
         receipt = train.inputs[name].receipt()
         if not receipt.exists():

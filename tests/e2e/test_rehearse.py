@@ -250,3 +250,13 @@ def test_what_must_be_made_first_is_said_and_a_target_that_was_never_shipped_goe
     found, said = rehearse(far)
     assert states(found) == ALL_DONE, said
     assert not [path for place in places(far)[1:] for path in place.glob("targets/*")]
+
+
+def test_one_far_host_for_both_roles_ships_nothing_and_is_cleared_up_when_training_fails_too(far: Spread) -> None:
+    far.write_config(train=TWO_TO_ONE)
+    far.write_hosts(eval="trainbox")
+    found, said = rehearse(far)
+    assert states(found) == {**ALL_DONE, "shipment": "not needed"}, said
+    far.write_config(train={"features_in_flight": 10})
+    found, _ = rehearse(far, expect=1)
+    assert states(found)["training"] == "FAILED"
