@@ -688,7 +688,9 @@ def as_json(found: Rehearsal) -> str:
             dict(zip(("where", "device", "who", "most", "left"), row, strict=True)) for row in memory_rows(found)
         ],
         "disk": [{**asdict(disk), "fits": disk.fits} for disk in found.disks],
-        "training": found.training,
+        "training": {name: value for name, value in found.training.items() if name != "prompts"}
+        if found.training
+        else None,
         "shipment": found.shipment.model_dump(mode="json") if found.shipment else None,
         "evaluation": found.evaluation,
         "steps": found.steps,
