@@ -254,34 +254,26 @@ def checkpoint(
 
 @app.command()
 def rehearse(
-    run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")], configfile: ConfigFiles = None
+    run_name: Annotated[str, typer.Argument(metavar="RUN", help="name of the run")],
+    as_json: AsJson = False,
+    configfile: ConfigFiles = None,
 ) -> None:
-    """Try a run's training on this host in minutes: memory, disk, rates, time. Leaves nothing behind."""
-    from dflash.base.progress import Progress
-    from dflash.base.stage import HostContext
-    from dflash.plan.places import LOCAL, planned_place
-    from dflash.runner import quiet_libraries, stage_params
-    from dflash.train.train_params import TrainParams
+    """Try a run's training on its real hosts in minutes: the longest batches on all ranks, a checkpoint, its shipment and an
+    evaluation. Says what memory, disk and time the run needs, and what does not fit. Leaves nothing behind."""
+    import signal
+
+    from dflash.rehearsal import as_json as everything
+    from dflash.rehearsal import rehearse as rehearse_run
+    from dflash.rehearsal import render
 
     made, planned = _planned(run_name, configfile)
-    node = planned.nodes["train"]
-    place = planned_place(made, node)
-    if place != LOCAL:
-        raise PermanentError(
-            f"the training of {run_name} runs on {place}, and a rehearsal is of use only there",
-            remedy=f"Rehearse it on {place} with a checkout and a hosts file that plays `gpu` locally.",
-        )
-    params = stage_params(node.stage, node.params, node.placement)
-    assert isinstance(params, TrainParams)
-    target = node.placement.get("target_path")
-    context = HostContext(
-        host=str(node.placement["host"]), device=str(node.placement["device"]), progress=Progress("rehearsal")
-    )
-    with quiet_libraries():
-        from dflash.train.rehearse import rehearse as rehearse_training
-
-        found = rehearse_training(node.params, params, made.store, Path(target) if target else None, context, run_name)
-    print("\n".join(found.lines()))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that hosts are cleared up
+    found = rehearse_run(made, planned)
+    print(everything(found) if as_json else render(found))
+    sys.stdout.flush()
+    if found.problems:
+        more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
+        raise PermanentError(f"{found.problems[0]}{more}")
 
 
 @app.command()

@@ -78,7 +78,7 @@ def _ship(record: Path, store: Path, shipment: Mapping[str, Any]) -> None:
         "attempts": ATTEMPTS,
     }
     if shipment["stage"] == TARGET:
-        folder = _small_target(Path(shipment["folder"]), destination)
+        folder = small_target(Path(shipment["folder"]), destination)
         receipt = ship(source, folder, destination, destination.workdir / "targets" / key, **told)
     else:
         made_in = stage_directory(store, shipment["stage"], key)
@@ -125,7 +125,7 @@ def _source_folder(
     return Path(answer["path"])
 
 
-def _small_target(folder: Path, destination: Host) -> Path:
+def small_target(folder: Path, destination: Host) -> Path:
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if size > TARGET_BYTES:
         raise PermanentError(

@@ -233,6 +233,26 @@ def _of_training(root: Path, request: dict[str, Any]) -> list[Path]:
     return [*_training_files(Job(BY_NAME["train"], directory / "params.json", store)), *manifests]
 
 
+def do_rehearse(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """A part of a rehearsal; see `rehearse_part`."""
+    return {"found": rehearse_part(root / STORE, request)}, []
+
+
+def rehearse_part(store: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """The part of a rehearsal that `request["part"]` names: `train`, `evaluate`, or `clear`, which takes away what is left."""
+    from dflash.train import rehearse
+
+    if request["part"] == "clear":
+        rehearse.clear(store, request["scratch"])
+        return {}
+    if request["part"] == "train":
+        return rehearse.rehearse_training(store, request["scratch"], request)
+    from dflash.evaluate.trial import try_drafter
+
+    with quiet_libraries():
+        return try_drafter(store, request["scratch"], request)
+
+
 ACTIONS: dict[str, Callable[[Path, dict[str, Any]], tuple[dict[str, Any], list[Path]]]] = {
     "stage": do_stage,
     "check": do_check,
@@ -241,6 +261,7 @@ ACTIONS: dict[str, Callable[[Path, dict[str, Any]], tuple[dict[str, Any], list[P
     "resume": do_resume,
     "checkpoint": do_checkpoint,
     "training": do_training,
+    "rehearse": do_rehearse,
 }
 
 

@@ -10,11 +10,13 @@ Costs, a host: about ten commands, the import of torch and transformers there, a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +35,11 @@ LARGEST_SKEW = 5.0
 LEAST_DISK = 10 << 30
 LEAST_SHARED = 1 << 30
 COMMAND_TIMEOUT = 60.0
+START_TIMEOUT = 300.0
+"""Seconds for a python there to start and look around: a host at work reads it from a busy disk, and its driver answers late."""
 TEST_TIMEOUT = 600.0
+SAY_EVERY = 20.0
+"""Seconds between two words on something that takes its time."""
 COMPUTING = ("gpu", "eval")
 """Roles whose results depend on kernels."""
 
@@ -95,17 +101,39 @@ def examine(inventory: Inventory, host_id: str) -> Checkup:
         _reach(checkup, inventory, host)
         if checkup.problems or (host.entry.kind == "ssh" and host.entry.workdir is None):
             return checkup
-        say("reachable; looking at the machine")
-        code = send_code(host)
-        python = _python(checkup, host)
-        _machine(checkup, host, code, python)
+        with telling(say, "reachable; looking at the machine", START_TIMEOUT):
+            code = send_code(host)
+            python = _python(checkup, host)
+            _machine(checkup, host, code, python)
         if python is not None:
             _clock(checkup, host, python)
-            say("testing the kernels")
-            _numeric(checkup, host, code, python)
+            with telling(say, "testing the kernels", TEST_TIMEOUT):
+                _numeric(checkup, host, code, python)
     except DflashError as error:
         checkup.problems.append(error.message())
     return checkup
+
+
+@contextlib.contextmanager
+def telling(say: Callable[[str], None], doing: str, limit: float) -> Iterator[None]:
+    """Says what is being done, and again every now and then how long it has taken and how long it may take."""
+    say(doing)
+    over = threading.Event()
+    began = time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(SAY_EVERY):
+            say(
+                f"still {doing.rpartition('; ')[2]}, {time.monotonic() - began:.0f} s so far; it is given up after {limit:.0f} s"
+            )
+
+    teller = threading.Thread(target=tell, daemon=True, name="doctor-tells")
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
 
 
 def _reach(checkup: Checkup, inventory: Inventory, host: Host) -> None:
@@ -125,7 +153,7 @@ def _python(checkup: Checkup, host: Host) -> str | None:
     checkup.facts["python"] = {"executable": python, "version": None}
     remedy = f"Make the environment with `dflash hosts setup {host.id}`, or name an interpreter in `python`"
     try:
-        done = host.run([python, "-c", "import sys; print(*sys.version_info[:3])"], timeout=COMMAND_TIMEOUT)
+        done = host.run([python, "-c", "import sys; print(*sys.version_info[:3])"], timeout=START_TIMEOUT)
     except DflashError as error:
         checkup.problems.append(f"{error.what}. {remedy}")
         return None
@@ -142,7 +170,7 @@ def _python(checkup: Checkup, host: Host) -> str | None:
 
 def _machine(checkup: Checkup, host: Host, code: Path, python: str | None) -> None:
     argv = [python or "python3", "-m", "dflash.hosts.machine", "--workdir", str(host.workdir)]
-    done = host.run(argv, timeout=COMMAND_TIMEOUT * 2, environment={"PYTHONPATH": str(code)})
+    done = host.run(argv, timeout=START_TIMEOUT, environment={"PYTHONPATH": str(code)})
     facts = _json(done)
     if facts is None:
         checkup.problems.append(f"the machine could not be looked at: {done.last_line()}")

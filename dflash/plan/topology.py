@@ -105,7 +105,7 @@ def rates_of_run(directory: Path, name: str) -> Rates:
         raise PermanentError(
             f"run {name} has not trained yet, so nothing is known of its rates",
             where=str(path),
-            remedy=f"`dflash rehearse {name}` measures both roles in minutes; or give a file with `--rates`.",
+            remedy=f"`dflash rehearse {name} --json > rates.json` measures both roles in minutes; then add `--rates rates.json`.",
         )
     medians = {role: statistics.median(values) for role, values in found.items()}
     return Rates(**medians, source=f"{path} ({len(warm)} steps)")

@@ -24,8 +24,8 @@ class Placement(BaseModel):
 
     host: stable name of the host. device: `cpu`, `cuda`, `cuda:0`. threads: of the trainer's process. target_path: the
     target's folder on this host, None for a random target. accept_env: why this attempt may go on although the probe has
-    drifted; empty to stop. shipped: inputs that lie here as copies from another host. values: the placement fields of
-    `TrainParams` by name (`checkpoint_every`, `keep_states`, ...).
+    drifted; empty to stop. shipped: inputs that lie here as copies from another host. rehearsal: every step takes longest
+    batches (`rehearse.py`). values: the placement fields of `TrainParams` by name (`checkpoint_every`, `keep_states`, ...).
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -35,6 +35,7 @@ class Placement(BaseModel):
     target_path: str | None = None
     accept_env: str = ""
     shipped: list[str] = Field(default_factory=list)
+    rehearsal: bool = False
     values: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod

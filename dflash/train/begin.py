@@ -1,7 +1,8 @@
 """The first thing that a launcher's child does, before it imports torch: see to it that it ends with its launcher, and that a
 request to end which comes meanwhile is heard.
 
-    python -m dflash.train.begin ranks ARGUMENTS      (or: trainer ARGUMENTS; those of dflash/train/ranks.py and trainer.py)
+    python -m dflash.train.begin ranks ARGUMENTS      (or: trainer ARGUMENTS; those of dflash/train/ranks.py and trainer.py;
+                                                       `rehearsed-` before either for a rehearsal)
 
 Importing takes seconds, on a busy machine a minute. Costs nothing.
 """
@@ -13,6 +14,9 @@ import sys
 from dflash.base.loading import loading
 from dflash.train.parent import end_with_parent, hear_requests
 
+REHEARSED = "rehearsed-"
+"""What stands before the role of a process that rehearses it."""
+
 
 def main() -> int:
     """Exit status: that of the trainer or rank."""
@@ -20,6 +24,10 @@ def main() -> int:
     end_with_parent(int(arguments[arguments.index("--parent") + 1]))
     ending = hear_requests()
     sys.argv = [f"{sys.argv[0]} {role}", *arguments]
+    if role.startswith(REHEARSED):
+        from dflash.train import rehearsed
+
+        rehearsed.end_now(role.removeprefix(REHEARSED), arguments, ending)
     if role == "ranks":
         with loading():
             from dflash.train import ranks

@@ -35,6 +35,7 @@ from dflash.hosts import lease
 from dflash.hosts.host import LocalHost
 from dflash.train import schedule
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, Placement, attempt_numbers, attempt_path
+from dflash.train.begin import REHEARSED
 from dflash.train.children import Children, Ended
 from dflash.train.roles import Roles, rank_device
 from dflash.train.train_params import Topology, TrainParams
@@ -148,7 +149,7 @@ def stop(directory: Path, run: str, *, finish: bool = False, timeout: float = 60
     deadline = time.monotonic() + timeout
     signalled: set[tuple[int, str]] = set()
     while (holder := lease.holder(schedule.lease_path(directory))) is not None:
-        if (holder.pid, holder.start) not in signalled and _is_launcher(holder):
+        if (holder.pid, holder.start) not in signalled and is_launcher(holder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(holder.pid, signal.SIGTERM)
             signalled.add((holder.pid, holder.start))
@@ -283,18 +284,23 @@ def train_segment(directory: Path, store: Path, placement: Path, run: str, step:
     refuse_stopped(directory)
     schedule.merge_steps(directory, [step])
     _refuse_known_failure(directory, invocation_id(None))
-    argv = _launcher_command(directory, store, placement, run, invocation_id(None))
     watch = _Watch(directory, step, progress)
-    with (directory / "trainer.log").open("ab") as log:
-        launcher = subprocess.Popen(
-            [*argv, "--foreground"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment()
-        )
-        while launcher.poll() is None:
-            watch.look()
-            time.sleep(POLL)
+    launcher = start_foreground(directory, store, placement, run)
+    while launcher.poll() is None:
+        watch.look()
+        time.sleep(POLL)
     if launcher.returncode == DEVICE_HELD:
         raise TransientError(
             log_tail(directory, 1), where=str(directory), remedy="The scheduler gave one GPU to two jobs."
+        )
+
+
+def start_foreground(directory: Path, store: Path, placement: Path, run: str) -> subprocess.Popen[bytes]:
+    """A launcher that stays a child of this process and ends with it; it writes to `trainer.log`."""
+    argv = _launcher_command(directory, store, placement, run, invocation_id(None))
+    with (directory / "trainer.log").open("ab") as log:
+        return subprocess.Popen(
+            [*argv, "--foreground"], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=own_environment()
         )
 
 
@@ -333,7 +339,7 @@ def _leave_marker(directory: Path, run: str, finish: bool) -> StopMarker:
     return marker
 
 
-def _is_launcher(holder: LeaseRecord) -> bool:
+def is_launcher(holder: LeaseRecord) -> bool:
     """Whether the pid is a launcher still, or the lead that torchrun started: a trainer that outlives its launcher for a
     moment holds the lease under a pid that may already be somebody else's."""
     try:
@@ -361,7 +367,7 @@ def _failed(failure: Failure, path: Path) -> DflashError:
 def _start_launcher(directory: Path, store: Path, placement: Path, run: str, invocation: str) -> str:
     """Starts a launcher; returns who holds its GPU, or nothing when a trainer is at work."""
     argv = _launcher_command(directory, store, placement, run, invocation)
-    done = LocalHost().run(argv, timeout=LAUNCH_TIMEOUT, environment=_environment())
+    done = LocalHost().run(argv, timeout=LAUNCH_TIMEOUT, environment=own_environment())
     if done.status == DEVICE_HELD:
         return done.stderr.strip() or "somebody else's training"
     if done.status not in (0, ALREADY_HELD):
@@ -379,7 +385,7 @@ def _launcher_command(directory: Path, store: Path, placement: Path, run: str, i
     return [*argv, "--run", run, "--invocation", invocation]
 
 
-def _environment() -> dict[str, str]:
+def own_environment() -> dict[str, str]:
     """This environment, with this checkout first on the path: the launcher must run the code that called it."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root)]
@@ -534,7 +540,8 @@ class _Launcher:
     def attend(self, held: lease.Lease) -> int:
         """Runs one trainer to its end; returns its exit status (128 + signal when it was killed)."""
         number = max(attempt_numbers(self.directory), default=0) + 1
-        argv = [sys.executable, "-m", "dflash.train.begin", "trainer" if self.topology.colocate else "ranks"]
+        role = "trainer" if self.topology.colocate else "ranks"
+        argv = [sys.executable, "-m", "dflash.train.begin", f"{REHEARSED}{role}" if self.placement.rehearsal else role]
         argv += ["--directory", str(self.directory)]
         argv += ["--store", str(self.store), "--attempt", str(number), "--parent", str(os.getpid())]
         attempt = Attempt(
@@ -607,7 +614,7 @@ class _Launcher:
         threads = str(self.placement.threads)
         # Deterministic matrix products on CUDA need the workspace setting before the first of them.
         fixed = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
-        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **_environment(), **fixed}
+        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **own_environment(), **fixed}
 
 
 def _detach(log: Path) -> int:
@@ -680,7 +687,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DflashError as error:
         status = EXIT_BY_KIND.get(error.kind, 1)
         if isinstance(error, lease.LeaseHeld):
-            status = ALREADY_HELD if error.holder.key == arguments.directory.name else DEVICE_HELD
+            # By the lease, not by the key: another clone may train the same on this GPU.
+            own = str(schedule.lease_path(arguments.directory.resolve()))
+            status = ALREADY_HELD if error.where == own else DEVICE_HELD
         _report(writer, status, error.message())
         return status
     _report(writer, 0, "")

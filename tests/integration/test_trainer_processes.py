@@ -63,7 +63,7 @@ def kill(pid: int | None) -> None:
 def launch_again(training: Training) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "dflash.train.launch", "--directory", str(training.directory)]
     argv += ["--store", str(training.store), "--placement", str(training.placement), "--run", "rival"]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, env=launch._environment(), timeout=60)
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env=launch.own_environment(), timeout=60)
 
 
 def test_a_killed_trainer_is_recorded_and_resumed_and_no_batch_differs(

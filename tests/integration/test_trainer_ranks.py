@@ -138,7 +138,7 @@ def test_torchrun_starts_the_same_program_and_sigterm_saves_the_step(training: T
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     argv += ["--no-python", sys.executable, "-m", "dflash.train.ranks", "--directory", str(training.directory)]
     argv += ["--store", str(training.store), "--placement", str(training.placement)]
-    with subprocess.Popen(argv, env=launch._environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+    with subprocess.Popen(argv, env=launch.own_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         try:
             wait_until(lambda: reached(training, 2, 1), 120)
             assert training.holder().run == "torchrun"

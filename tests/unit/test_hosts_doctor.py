@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import re
+import time
 from typing import Any
 
 import pytest
 
+from dflash.hosts import doctor
 from dflash.hosts.doctor import (
     Checkup,
     all_problems,
@@ -209,3 +211,17 @@ def test_sizes_are_told_as_people_say_them() -> None:
         "5.0 TB",
         "unknown",
     ]
+
+
+def test_what_takes_its_time_is_told_of_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SAY_EVERY", 0.02)
+    said: list[str] = []
+    with doctor.telling(said.append, "reachable; looking at the machine", 300.0):
+        deadline = time.monotonic() + 10
+        while len(said) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    count = len(said)
+    assert said[0] == "reachable; looking at the machine"
+    assert re.fullmatch(r"still looking at the machine, \d+ s so far; it is given up after 300 s", said[1])
+    time.sleep(0.1)
+    assert len(said) == count

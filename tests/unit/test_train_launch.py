@@ -14,7 +14,7 @@ from train_store import Training, make_training
 from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError, TransientError
 from dflash.base.files import write_json
 from dflash.base.records import CheckpointManifest, Environment, Failure, Lineage, StopMarker, now
-from dflash.hosts.lease import acquire, new_record
+from dflash.hosts.lease import acquire, cpu_lease, new_record
 from dflash.ship import artifact
 from dflash.train import launch, schedule
 
@@ -221,6 +221,24 @@ def test_who_finds_the_gpu_held_waits_in_line_and_says_behind_whom(
     training.ensure_alive(4)
     assert answers == []
     assert capsys.readouterr().err.count("waiting in line: GPU 0 is held by jo, run big") == 1
+
+
+def test_a_gpu_that_the_same_training_of_another_clone_holds_is_held_and_not_ours(
+    training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DFLASH_LEASES", str(tmp_path / "leases"))
+    write_json(training.placement, {"host": "box"})
+    arguments = ["--directory", str(training.directory), "--store", str(training.store)]
+    arguments += ["--placement", str(training.placement), "--run", "demo", "--foreground"]
+    record = new_record("training", training.directory.name, "other")
+    for paths, status in (
+        (cpu_lease("box"), launch.DEVICE_HELD),
+        ({schedule.lease_path(training.directory): "training"}, launch.ALREADY_HELD),
+    ):
+        held = acquire(paths, record)
+        assert launch.main(arguments) == status
+        assert "run other" in capsys.readouterr().err
+        held.release()
 
 
 def test_who_waits_in_line_and_is_stopped_leaves_it(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:

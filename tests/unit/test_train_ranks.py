@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rank_store import Ran, run_topology
-from train_store import Training, again, make_samples, make_training
+from train_store import Training, again, make_samples, make_training, wait_until
 
 from dflash.base.records import CheckpointManifest, last_attempts
 from dflash.data.batches import BatchPlan
@@ -487,6 +487,7 @@ def test_ranks_on_gpus_give_what_one_gpu_gives(tmp_path: Path, targets: int, dra
         training.placement.write_text(json.dumps({"device": "cuda", "values": {"topology": topology}}))
         training.ensure_alive(2, STEPS)
         training.wait(STEPS)
+        wait_until(lambda training=training: training.holder() is None)  # which holds the GPU until it is gone
         found.append(training)
     assert found[0].batch_ids() == found[1].batch_ids()
     assert distance(*found) <= TOLERANCE["float64"]
