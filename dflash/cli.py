@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError
+from dflash.base.words import number_of
 from dflash.cli_hosts import register as register_hosts
 from dflash.cli_ship import register as register_ship
 
@@ -119,7 +120,7 @@ def plan(
     require_reachable(made)
     if damages:
         raise PermanentError(
-            f"{len(damages)} damaged result{'s' if len(damages) > 1 else ''}",
+            number_of(len(damages), "damaged result"),
             remedy="Each line above says how it is made again.",
         )
 
@@ -297,7 +298,7 @@ def prompts(
         raise ConfigError("the file exists", where=str(to), remedy="Name another one.")
     made = list(lines(name, published_prompts(name), instruction))
     to.write_text("".join(f"{line}\n" for line in made))
-    print(f"{to}: {len(made)} prompts")
+    print(f"{to}: {number_of(len(made), 'prompt')}")
 
 
 @app.command()

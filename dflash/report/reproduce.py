@@ -36,6 +36,7 @@ from dflash.base.errors import ConfigError, CorruptError, PermanentError
 from dflash.base.files import sha256_file
 from dflash.base.records import Environment, OutputFile, RunManifest, StageEntry
 from dflash.base.store import STEPWISE_RECEIPTS, stage_directory
+from dflash.base.words import number_of
 from dflash.hosts.lease import holder
 from dflash.plan.code import source_root
 from dflash.report.subject import check_keys, read_header
@@ -418,7 +419,9 @@ def compare_stage(
                 equal += 1
             else:
                 unequal.append(f"{output.path}: {fault}")
-    words = f"{equal} of {equal + len(unequal)} outputs {'equal' if kind == 'bitwise' else 'within tolerance'}"
+    words = (
+        f"{equal} of {number_of(equal + len(unequal), 'output')} {'equal' if kind == 'bitwise' else 'within tolerance'}"
+    )
     if entry.stage == "train" and places:
         words += _tensor_words(made, places, tensors, verdict, kind)
     if left_out:
@@ -435,7 +438,7 @@ def _tensor_words(made: Path, places: Sequence[str], tensors: Mapping[str, str],
     other = sorted(name for name in {*here, *tensors} if here.get(name) != tensors.get(name))
     if other:
         verdict.problems.append(f"train step {places[-1]}: tensors {', '.join(other[:3])} differ ({len(other)} in all)")
-    return f"; step {places[-1]}: {len(tensors) - len(other)} of {len(tensors)} tensors equal"
+    return f"; step {places[-1]}: {len(tensors) - len(other)} of {number_of(len(tensors), 'tensor')} equal"
 
 
 def _output_fault(output: OutputFile, made: Path, recorded: Path | None, kind: str) -> str | None:
@@ -501,7 +504,7 @@ def _rows_fault(before: Path, path: Path) -> str | None:
     except ValueError as error:
         raise CorruptError(f"not JSON ({error})", where=str(path)) from error
     if len(ours) != len(theirs):
-        return f"{len(theirs)} rows, {len(ours)} are recorded"
+        return f"{number_of(len(theirs), 'row')}, recorded are {len(ours)}"
     for one, other in zip(ours, theirs, strict=True):
         low, high = one.get("ci_low"), one.get("ci_high")
         if one.get("metric") == "tau_pooled" and low is not None and not low <= other["value"] <= high:

@@ -19,6 +19,7 @@ from dflash.base.errors import CorruptError
 from dflash.base.files import read_json
 from dflash.base.records import MetricsLine, RunManifest, StopMarker
 from dflash.base.store import STEPWISE_RECEIPTS, receipt_path, stage_directory
+from dflash.base.words import number_of
 from dflash.hosts.lease import holder
 from dflash.stages import BY_NAME
 from dflash.train import schedule
@@ -165,7 +166,7 @@ def _add_training(view: View, folder: Path, watched: Watched) -> None:
         rates = ", ".join(f"{role} {_mean(lines, role):,.0f}" for role in roles)
         waiting = [value for line in lines for value in line.features_waiting]
         queue = f"; features waiting a drafter: {statistics.mean(waiting):.1f}" if waiting else ""
-        view.training.append(f"tok/s over the last {len(lines)} steps: {rates}{queue}")
+        view.training.append(f"tok/s over the last {number_of(len(lines), 'step')}: {rates}{queue}")
         seconds = statistics.median(line.seconds for line in lines)
         stalled = _stalled(lines)
         view.training.append(f"loss {lines[-1].loss:.4g}, {seconds:.3g} s a step{stalled}")
@@ -255,7 +256,7 @@ def _checkpoint_lines(view: View) -> list[str]:
         parts += ["evaluated"] if judged else []
         lines.append(f"step {step:>7,}: {' -> '.join(parts) or 'to come'}{f', tau {tau}' if tau else ''}")
     hidden = len(view.checkpoints) - len(lines)
-    return [*lines, f"and {hidden} more checkpoints"] if hidden > 0 else lines
+    return [*lines, f"and {number_of(hidden, 'more checkpoint')}"] if hidden > 0 else lines
 
 
 def table(view: View) -> Any:
@@ -277,7 +278,7 @@ def table(view: View) -> Any:
     for step, trained, shipped, judged, tau in _shown(view):
         steps.add_row(f"{step:,}", "yes" if trained else "-", shipped or "-", "yes" if judged else "-", tau or "-")
     hidden = len(view.checkpoints) - min(MOST_STEPS, len(view.checkpoints))
-    more = [Text(f"and {hidden} more checkpoints", style="dim")] if hidden > 0 else []
+    more = [Text(f"and {number_of(hidden, 'more checkpoint')}", style="dim")] if hidden > 0 else []
     style = "bold green" if view.done else "bold" if view.alive else "bold yellow"
     return Group(
         Text(f"run {view.run}: {view.heading()}", style=style),

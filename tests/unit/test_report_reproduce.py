@@ -42,7 +42,7 @@ def test_other_bytes_of_another_type_are_not_compared_and_not_counted(tmp_path: 
     verdict = judged(tmp_path, ["w.safetensors", "a.parquet"], made)
     assert verdict.compared == 1
     assert verdict.problems == []
-    assert "1 of 1 outputs within tolerance; 1 of other bytes not compared (a.parquet)" in verdict.lines[0]
+    assert "1 of 1 output within tolerance; 1 of other bytes not compared (a.parquet)" in verdict.lines[0]
 
 
 def test_a_verdict_on_nothing_is_refused(tmp_path: Path, made: Path) -> None:
