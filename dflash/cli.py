@@ -18,6 +18,7 @@ import typer
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError
 from dflash.base.words import number_of
+from dflash.cli_gc import register as register_gc
 from dflash.cli_hosts import register as register_hosts
 from dflash.cli_ship import register as register_ship
 
@@ -427,38 +428,6 @@ def _watched(run_name: str, configfile: list[Path] | None) -> Watched:
     return Watched(run_name, made.store, results, planned.steps, planned.directory)
 
 
-@app.command()
-def gc(
-    host: Annotated[str, typer.Option("--host", help="whose store")] = "local",
-    delete: Annotated[bool, typer.Option("--delete", help="delete what is listed")] = False,
-    configfile: ConfigFiles = None,
-) -> None:
-    """List what no run needs any more, with sizes; delete it when told. What a running training or a config needs stays."""
-    from dflash.plan.config import load_config
-    from dflash.plan.gc import delete as delete_garbage
-    from dflash.plan.gc import find_garbage
-    from dflash.plan.graph import build_plan
-    from dflash.plan.workflow import DEFAULT_CONFIG
-    from dflash.run import owner_lock
-
-    made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
-    if host != "local":
-        raise PermanentError(
-            f"the store of host `{host}` cannot be collected from here",
-            remedy="Run `dflash gc` in the clone on that host; this command reads the local store only.",
-        )
-    found = find_garbage(made.config.results, made)
-    for item in found:
-        print(f"{item.size:>15,} bytes  {item.files:>6,} files  {item.path}  ({item.why})")
-    print(f"{sum(item.size for item in found):>15,} bytes in {len(found)} results that no run needs", flush=True)
-    if not delete or not found:
-        print("Nothing is deleted without --delete." if found else "Nothing to delete.", file=sys.stderr)
-        return
-    with owner_lock(made.config.results):
-        delete_garbage(find_garbage(made.config.results, made))
-    print(f"deleted {len(found)} results", file=sys.stderr)
-
-
 @app.command(hidden=True)
 def stage(
     name: str,
@@ -525,11 +494,14 @@ def write_manifest(
     source: Annotated[str, typer.Option("--source", help="JSON of the run's configuration")] = "{}",
 ) -> None:
     """Write the manifest of a run's state beside its params.json; what the rules call."""
+    from dflash.plan.kept_code import keep_code
     from dflash.plan.manifest import build_manifest
 
-    build_manifest(params.parent, store, json.loads(source)).write(params.parent / "manifest.json")
+    code = keep_code(store.parent)
+    build_manifest(params.parent, store, json.loads(source), code).write(params.parent / "manifest.json")
 
 
+register_gc(app)
 register_hosts(app)
 register_ship(app)
 

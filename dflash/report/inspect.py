@@ -196,6 +196,7 @@ def _record_lines(record: Record | None) -> list[str]:
             f"{number_of(len(steps), 'checkpoint')} up to step {max(steps, default=0):,}; "
             f"{number_of(len(record.environments), 'environment')} on {hosts or 'no host'}",
         )
+        found += _lines("code", f"{record.code[:16]}, kept under results/code/") if record.code else []
         for item in record.adoptions:
             found += _lines(
                 "adopted",
