@@ -24,6 +24,7 @@ from dflash.cli_ship import register as register_ship
 
 if TYPE_CHECKING:
     from dflash.plan.graph import Plan, PlannedRun
+    from dflash.report.feed import Feed
     from dflash.report.watch import Watched
 
 USES = """\
@@ -406,7 +407,12 @@ def watch(
     """Show how far a run is, live; from its files alone, so also after the fact. Plain lines when piped."""
     from dflash.report.watch import watch as show_run
 
-    show_run(_watched(run_name, configfile), sys.stdout, follow=not once)
+    watched = _watched(run_name, configfile)
+    try:
+        show_run(watched, sys.stdout, follow=not once)
+    finally:
+        if watched.feed is not None:
+            watched.feed.close()
 
 
 def _watched(run_name: str, configfile: list[Path] | None) -> Watched:
@@ -425,7 +431,19 @@ def _watched(run_name: str, configfile: list[Path] | None) -> Watched:
         print(f"dflash: this config has not begun; shown is the last state of {run_name}", file=sys.stderr)
         return of_manifest(latest)
     results = [(name, node.stage.name, node.key) for name, node in planned.nodes.items() if name != "report"]
-    return Watched(run_name, made.store, results, planned.steps, planned.directory)
+    return Watched(run_name, made.store, results, planned.steps, planned.directory, _feed(made, planned))
+
+
+def _feed(made: Plan, planned: PlannedRun) -> Feed | None:
+    """What listens to the host that trains; None when that is this machine, or nothing is left to train."""
+    from dflash.plan.places import LOCAL, planned_place
+    from dflash.report.feed import Feed
+
+    node = planned.nodes["train"]
+    place = planned_place(made, node)
+    if place == LOCAL or not node.missing() or not node.directory.is_dir():
+        return None
+    return Feed(made.config.inventory.get(place), node.stage.role, node.key)
 
 
 @app.command(hidden=True)
