@@ -131,12 +131,8 @@ def _collect_there(plan: Plan, name: str, delete: bool) -> None:
     found = by_size([Garbage(Path(path), *rest) for path, *rest in answer["garbage"]])
     _tell(found, Path(f"{name}:{host.workdir}"))
     others = [item for item in answer["askers"] if item != asker(plan.store)]
-    if others:
-        raise PermanentError(
-            f"the workdir of {name} is also used by {', '.join(others)}, and what that needs cannot be told from here",
-            where=f"{name}:{host.workdir}",
-            remedy="Give each controller a workdir of its own; if that one is gone, delete its file in results/askers there.",
-        )
+    if others and found:
+        _refuse_shared(f"{name}:{host.workdir}", others, delete)
     if not delete or not found:
         _end(bool(found))
         return
@@ -144,6 +140,22 @@ def _collect_there(plan: Plan, name: str, delete: bool) -> None:
         needs = find_needs(results, plan, place=name).as_json()
         answer = garbage_there(host, needs, [[str(item.path), item.mark] for item in found])
     _tell_deleted(len(answer["gone"]), [(f"{name}:{path}", why) for path, why in answer["kept"]])
+
+
+def _refuse_shared(where: str, others: list[str], delete: bool) -> None:
+    """Two controllers may share a workdir, and neither knows what the other needs.
+
+    Raises:
+        PermanentError: something was to be deleted.
+    """
+    error = PermanentError(
+        f"stages ran there for {', '.join(others)} too, and what that needs cannot be told from here",
+        where=where,
+        remedy="Give each results folder a workdir of its own; if that one is gone, delete its file in results/askers there.",
+    )
+    if delete:
+        raise error
+    print(f"Take care: {error.message()}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- telling
