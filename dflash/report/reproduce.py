@@ -474,7 +474,8 @@ def compare_stage(
     equal, unequal, left_out = 0, [], []
     for place in places:
         for output in entry.outputs.get(place, []):
-            fault = _output_fault(output, made, recorded, kind)
+            host = entry.environments.get(place, "").partition("/")[0]
+            fault = _output_fault(output, made, recorded, kind, "" if host == "local" else host)
             if fault == NOT_COMPARED:
                 left_out.append(output.path)
                 continue
@@ -505,8 +506,9 @@ def _tensor_words(made: Path, places: Sequence[str], tensors: Mapping[str, str],
     return f"; step {places[-1]}: {len(tensors) - len(other)} of {number_of(len(tensors), 'tensor')} equal"
 
 
-def _output_fault(output: OutputFile, made: Path, recorded: Path | None, kind: str) -> str | None:
-    """What is wrong with a file; None when it is as recorded, `NOT_COMPARED` when nobody can tell."""
+def _output_fault(output: OutputFile, made: Path, recorded: Path | None, kind: str, host: str = "") -> str | None:
+    """What is wrong with a file; None when it is as recorded, `NOT_COMPARED` when nobody can tell. host: another one, on which
+    the recorded file was made."""
     path = made / output.path
     if not path.exists():
         return "not made"
@@ -521,7 +523,8 @@ def _output_fault(output: OutputFile, made: Path, recorded: Path | None, kind: s
     if not weights and path.name != "rows.json":
         return NOT_COMPARED
     if before is None:
-        return "other bytes, and the recorded file is not here to compare values with"
+        lies = f" (it was made on {host})" if host else ""
+        return f"other bytes, and the recorded file is not here to compare values with{lies}"
     return _rows_fault(before, path)
 
 
