@@ -76,6 +76,17 @@ def connections(space: Spread) -> int:
     return space.servers["trainbox"].log.read_text().count("Accepted publickey")
 
 
+def glances(space: Spread) -> list[int]:
+    """Processes on `trainbox` that tell a watcher how training stands."""
+    return [pid for pid in space.servers["trainbox"].commands() if b"dflash.report.glance" in command_line(pid)]
+
+
+def command_line(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 # ---------------------------------------------------------------- watch
 
 
@@ -97,7 +108,7 @@ class Piped:
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGINT)
+            os.killpg(self.process.pid, signal.SIGTERM)
         self.process.wait(30 * PATIENCE)
 
 
@@ -115,6 +126,7 @@ def test_a_training_elsewhere_is_followed_step_by_step_over_one_connection(endle
     assert watching.find("tok/s over the last 20 steps: drafter")
     assert connections(endless) - before <= 2, "one for the code, one for all looks"
     assert not list(endless.results.glob("store/train/*/receipts/*"))
+    wait_until(lambda: not glances(endless), what="the end of the process there")
 
 
 def test_a_host_that_falls_silent_is_told_with_the_age_and_heard_again_without_being_asked(endless: Spread) -> None:
@@ -156,7 +168,7 @@ def captured(space: Spread, seconds: float, until: str) -> str:
             if select.select([terminal], [], [], 0.2)[0]:
                 text += os.read(terminal, 1 << 16).decode(errors="replace")
     finally:
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
         with contextlib.suppress(OSError):
             while os.read(terminal, 1 << 16):
                 pass
