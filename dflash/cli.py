@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError
+from dflash.base.words import number_of
+from dflash.cli_gc import register as register_gc
 from dflash.cli_hosts import register as register_hosts
 from dflash.cli_ship import register as register_ship
 
 if TYPE_CHECKING:
     from dflash.plan.graph import Plan, PlannedRun
+    from dflash.report.feed import Feed
     from dflash.report.watch import Watched
 
 USES = """\
@@ -119,7 +122,7 @@ def plan(
     require_reachable(made)
     if damages:
         raise PermanentError(
-            f"{len(damages)} damaged result{'s' if len(damages) > 1 else ''}",
+            number_of(len(damages), "damaged result"),
             remedy="Each line above says how it is made again.",
         )
 
@@ -289,7 +292,7 @@ def prompts(
         raise ConfigError("the file exists", where=str(to), remedy="Name another one.")
     made = list(lines(name, published_prompts(name), instruction))
     to.write_text("".join(f"{line}\n" for line in made))
-    print(f"{to}: {len(made)} prompts")
+    print(f"{to}: {number_of(len(made), 'prompt')}")
 
 
 @app.command()
@@ -396,7 +399,12 @@ def watch(
     """Show how far a run is, live; from its files alone, so also after the fact. Plain lines when piped."""
     from dflash.report.watch import watch as show_run
 
-    show_run(_watched(run_name, configfile), sys.stdout, follow=not once)
+    watched = _watched(run_name, configfile)
+    try:
+        show_run(watched, sys.stdout, follow=not once)
+    finally:
+        if watched.feed is not None:
+            watched.feed.close()
 
 
 def _watched(run_name: str, configfile: list[Path] | None) -> Watched:
@@ -415,39 +423,19 @@ def _watched(run_name: str, configfile: list[Path] | None) -> Watched:
         print(f"dflash: this config has not begun; shown is the last state of {run_name}", file=sys.stderr)
         return of_manifest(latest)
     results = [(name, node.stage.name, node.key) for name, node in planned.nodes.items() if name != "report"]
-    return Watched(run_name, made.store, results, planned.steps, planned.directory)
+    return Watched(run_name, made.store, results, planned.steps, planned.directory, _feed(made, planned))
 
 
-@app.command()
-def gc(
-    host: Annotated[str, typer.Option("--host", help="whose store")] = "local",
-    delete: Annotated[bool, typer.Option("--delete", help="delete what is listed")] = False,
-    configfile: ConfigFiles = None,
-) -> None:
-    """List what no run needs any more, with sizes; delete it when told. What a running training or a config needs stays."""
-    from dflash.plan.config import load_config
-    from dflash.plan.gc import delete as delete_garbage
-    from dflash.plan.gc import find_garbage
-    from dflash.plan.graph import build_plan
-    from dflash.plan.workflow import DEFAULT_CONFIG
-    from dflash.run import owner_lock
+def _feed(made: Plan, planned: PlannedRun) -> Feed | None:
+    """What listens to the host that trains; None when that is this machine, or nothing is left to train."""
+    from dflash.plan.places import LOCAL, planned_place
+    from dflash.report.feed import Feed
 
-    made = build_plan(load_config(configfile or [DEFAULT_CONFIG]))
-    if host != "local":
-        raise PermanentError(
-            f"the store of host `{host}` cannot be collected from here",
-            remedy="Run `dflash gc` in the clone on that host; this command reads the local store only.",
-        )
-    found = find_garbage(made.config.results, made)
-    for item in found:
-        print(f"{item.size:>15,} bytes  {item.files:>6,} files  {item.path}  ({item.why})")
-    print(f"{sum(item.size for item in found):>15,} bytes in {len(found)} results that no run needs", flush=True)
-    if not delete or not found:
-        print("Nothing is deleted without --delete." if found else "Nothing to delete.", file=sys.stderr)
-        return
-    with owner_lock(made.config.results):
-        delete_garbage(find_garbage(made.config.results, made))
-    print(f"deleted {len(found)} results", file=sys.stderr)
+    node = planned.nodes["train"]
+    place = planned_place(made, node)
+    if place == LOCAL or not node.missing() or not node.directory.is_dir():
+        return None
+    return Feed(made.config.inventory.get(place), node.stage.role, node.key)
 
 
 @app.command(hidden=True)
@@ -516,11 +504,14 @@ def write_manifest(
     source: Annotated[str, typer.Option("--source", help="JSON of the run's configuration")] = "{}",
 ) -> None:
     """Write the manifest of a run's state beside its params.json; what the rules call."""
+    from dflash.plan.kept_code import keep_code
     from dflash.plan.manifest import build_manifest
 
-    build_manifest(params.parent, store, json.loads(source)).write(params.parent / "manifest.json")
+    code = keep_code(store.parent)
+    build_manifest(params.parent, store, json.loads(source), code).write(params.parent / "manifest.json")
 
 
+register_gc(app)
 register_hosts(app)
 register_ship(app)
 

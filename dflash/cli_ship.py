@@ -12,6 +12,7 @@ import typer
 
 from dflash.base.errors import ConfigError
 from dflash.base.progress import Progress
+from dflash.base.words import number_of
 
 if TYPE_CHECKING:
     from dflash.hosts.host import Host
@@ -74,8 +75,8 @@ def ship(
         print(receipt.model_dump_json(indent=2))
         return
     print(
-        f"{destination}: {receipt.files:,} files, {receipt.bytes:,} bytes, verified, root {receipt.root[:12]}; "
-        f"{receipt.bytes_per_second / 1e6:,.0f} MB/s in {time.time() - before:.1f} s, "
+        f"{destination}: {number_of(receipt.files, 'file')}, {number_of(receipt.bytes, 'byte')}, verified, "
+        f"root {receipt.root[:12]}; {receipt.bytes_per_second / 1e6:,.0f} MB/s in {time.time() - before:.1f} s, "
         f"{receipt.chunks_reused} of {receipt.chunks} chunks were there"
     )
 

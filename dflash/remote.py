@@ -236,6 +236,7 @@ def run_there(job: Job) -> Receipt:
         "step": job.step,
         "placement": placement,
         "run": job.run,
+        "asker": asker(job.store),
     }
     if job.stage.name == "train":
         (job.directory / "attempts").mkdir(exist_ok=True)  # planning sees that it has begun
@@ -343,3 +344,25 @@ def check_there(host: Host, files: list[list[Any]], shipped: list[str], *, deep:
     answer, _ = ask(host, "", {"do": "check", "check": files, "shipped": shipped, "deep": deep}, {})
     raise_error(answer, host)
     return dict(answer["faults"])
+
+
+# ---------------------------------------------------------------- what may go there
+
+
+def asker(store: Path) -> str:
+    """Whose results a host works for, `machine:folder`: two controllers may share a workdir."""
+    return f"{socket.gethostname()}:{store.resolve().parent}"
+
+
+def garbage_there(host: Host, needs: Mapping[str, Any], delete: list[list[str]] | None = None) -> dict[str, Any]:
+    """What of a host's workdir nothing needs; see `there.do_gc`.
+
+    Args:
+        needs: `sweep.Needs` as JSON. delete: path and mark of what was listed and is to go.
+
+    Raises:
+        Unreachable: no connection. DflashError: what the host answered.
+    """
+    answer, _ = ask(host, "", {"do": "gc", "needs": dict(needs), "delete": delete}, {})
+    raise_error(answer, host)
+    return answer

@@ -26,6 +26,7 @@ from typing import Any
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError, TransientError
 from dflash.base.records import Failure
+from dflash.base.words import number_of
 from dflash.notify import Lookout, Notifier
 from dflash.plan.code import source_root
 from dflash.plan.config import load_config
@@ -221,7 +222,7 @@ def _announce(plan: Plan) -> None:
     why = reasons(plan)
     for (stage, key), reason in why.items():
         node = plan.node(stage, key)
-        count = f", {len(node.missing())} of {len(node.steps)} steps" if node.stage.stepwise else ""
+        count = f", {len(node.missing())} of {number_of(len(node.steps), 'step')}" if node.stage.stepwise else ""
         say(f"{node.name} {key}{count}: {reason}")
 
 

@@ -12,6 +12,7 @@ Costs what the stage costs; small files are held in memory.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import signal
@@ -19,14 +20,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dflash import bundle
 from dflash.base.errors import CorruptError, DflashError, PermanentError
-from dflash.base.files import DigestCache, sha256_file
+from dflash.base.files import DigestCache, sha256_file, write_atomically
 from dflash.base.records import Receipt
 from dflash.base.store import checkpoint_directory, stage_directory, stays_there
+from dflash.plan import sweep
 from dflash.plan.verify import retire_checkpoints
 from dflash.runner import Job, changed_inputs, quiet_libraries, run_job
 from dflash.ship.receipt import content_root, require_receipt
@@ -35,6 +38,8 @@ from dflash.train import launch, schedule
 
 STORE = Path("results/store")
 """The store of a host, in its workdir."""
+ASKERS = Path("results/askers")
+"""Who has had stages run here: a file each, so that nobody deletes what another needs."""
 SILENCE = 60.0
 """Seconds without a byte after which the controller counts as gone."""
 TRAINING_FILES = (
@@ -71,6 +76,7 @@ def watch_caller(answered: threading.Event, silence: float = SILENCE) -> None:
 def do_stage(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
     """Runs a stage; the answer holds nothing, its files everything that the controller keeps of the result."""
     job = _job(root, request)
+    _note_asker(root, str(request.get("asker") or ""))
     try:
         _recheck(job)
         with quiet_libraries():
@@ -253,6 +259,39 @@ def rehearse_part(store: Path, request: dict[str, Any]) -> dict[str, Any]:
         return try_drafter(store, request["scratch"], request)
 
 
+def _note_asker(root: Path, asker: str) -> None:
+    path = root / ASKERS / hashlib.sha256(asker.encode()).hexdigest()[:12]
+    if asker and not path.exists():
+        write_atomically(path, f"{asker}\n")
+
+
+def do_gc(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """Lists what nothing needs here; deletes what was listed before, as far as it is the same and still not needed.
+
+    The request: `needs` (`sweep.Needs`), `delete` (None, or path and mark of what was listed).
+    """
+    store = root / STORE
+    live = sweep.live_trainings(store)
+    needs = sweep.Needs.from_json(request["needs"])
+    needed, targets = sweep.closure(store, needs.results | {("train", key) for key in live})
+    needs.results |= needed
+    needs.targets |= targets
+    found = sweep.in_workdir(root, needs, Path(__file__).resolve().parents[1].name)
+    answer: dict[str, Any] = {
+        "garbage": [[str(item.path.relative_to(root)), item.size, item.files, item.why, item.mark] for item in found],
+        "live": sorted(live),
+        "askers": sorted(path.read_text().strip() for path in (root / ASKERS).glob("[0-9a-f]*")),
+    }
+    if request.get("delete") is not None:
+        listed = {str(path): str(mark) for path, mark in request["delete"]}
+        same = {str(item.path.relative_to(root)): item for item in found}
+        gone, kept = sweep.remove(replace(same[path], mark=mark) for path, mark in listed.items() if path in same)
+        answer["gone"] = [str(item.path.relative_to(root)) for item in gone]
+        answer["kept"] = [[str(path.relative_to(root)), why] for path, why in kept]
+        answer["kept"] += [[path, "it is needed now"] for path in listed if path not in same and (root / path).exists()]
+    return answer, []
+
+
 ACTIONS: dict[str, Callable[[Path, dict[str, Any]], tuple[dict[str, Any], list[Path]]]] = {
     "stage": do_stage,
     "check": do_check,
@@ -262,6 +301,7 @@ ACTIONS: dict[str, Callable[[Path, dict[str, Any]], tuple[dict[str, Any], list[P
     "checkpoint": do_checkpoint,
     "training": do_training,
     "rehearse": do_rehearse,
+    "gc": do_gc,
 }
 
 

@@ -299,7 +299,8 @@ class RunManifest(Record):
 
     `determinism` is `bitwise` (same bytes expected), `tolerance` or `statistical`. `source` is the configuration of this run
     with every default filled in and the paths as they were given: run again, it asks for the same keys. `tensors` are those of
-    the last checkpoint, with digests.
+    the last checkpoint, with digests. `code` is the digest of the exact code, kept as `results/code/<digest>.tar.gz`; empty
+    where it was not kept.
     """
 
     run: str
@@ -312,6 +313,7 @@ class RunManifest(Record):
     stages: list[StageEntry]
     steps: list[int]
     git: dict[str, Any]
+    code: str = ""
     environments: dict[str, Environment]
     adoptions: list[dict[str, Any]]
     determinism: Literal["bitwise", "tolerance", "statistical"]

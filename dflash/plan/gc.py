@@ -1,73 +1,105 @@
-"""What may go: results in the store that no run needs any more.
+"""What may go: results that no run needs any more, here and on other hosts.
 
-A result is needed when a run's manifest names it, when the present config asks for it, when a training that is at work has
-it upstream, when another needed result was made from it (a continued training's parent too), when the config names a file
-of it (prompts, a drafter), or when a person imported it. All else is garbage: trials whose params were changed before a run
-was finished, results whose run folder was deleted. Listing costs one small read a result and a stat a file: 20,000 files
-take 0.5 s. Deleting renames first, so that no half of a result is ever taken for one.
+A result is needed when a run's manifest names it, when the present config asks for it, when somebody decided that it stands
+(`dflash adopt`), when a training that is at work has it upstream, here or on another host, when another needed result was made
+from it (a continued training's parent too), when the config names a file of it (prompts, a drafter), or when a person imported
+it. All else is garbage: trials whose params were changed before a run was finished, results whose run folder was deleted, code
+that no manifest names, copies for runs that are gone, shipments that were cut off. The controller alone knows what is needed;
+what lies on a host is looked at there (`sweep.py`).
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 
-from dflash.base.errors import CorruptError, PermanentError
-from dflash.base.records import ParamsFile, Receipt, RunManifest
-from dflash.hosts.lease import holder
+from dflash.base.errors import CorruptError
+from dflash.base.records import RunManifest
+from dflash.plan.decisions import Decisions
 from dflash.plan.graph import Plan
-from dflash.stages import BY_NAME
+from dflash.plan.kept_code import kept_path
+from dflash.plan.places import LOCAL, Shipment, planned_place, shipments
+from dflash.plan.sweep import Garbage, Name, Needs, closure, in_store, live_trainings, measured
 
 IMPORTED = "imported"
 """Folder of the store that holds what people brought in; only they decide when it goes."""
-ENVIRONMENTS = "environments"
-Name = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Garbage:
-    """One result (or environment) that nothing needs. size: bytes of its files."""
-
-    path: Path
-    size: int
-    files: int
-    why: str
-
-
-def find_garbage(results: Path, plan: Plan | None = None) -> list[Garbage]:
-    """Everything in the store of `results` that nothing needs, largest first.
+def find_garbage(
+    results: Path, plan: Plan | None = None, live: Collection[str] = (), *, unsure: bool = False
+) -> list[Garbage]:
+    """Everything in `results` that nothing needs, largest first.
 
     Args:
-        plan: of the present config; what it asks for is kept.
+        plan: of the present config; what it asks for is kept. live: keys of trainings at work on other hosts. unsure: some host
+            could not be asked for those, so what is here of trainings elsewhere stays.
 
     Raises:
         CorruptError: a run's manifest or a needed `params.json` cannot be read, so what is needed cannot be told.
     """
     store = results / "store"
-    needed = _closure(store, _roots(results, plan))
-    found = []
-    for stage in [name for name in BY_NAME if name != "report"]:
-        for folder in sorted(path for path in (store / stage).glob("*") if path.is_dir()):
-            if (stage, folder.name) not in needed:
-                size, files = _size(folder)
-                found.append(Garbage(folder, size, files, "no run's manifest names it"))
-    kept = {key for _, key in needed}
+    needs = find_needs(results, plan, live)
+    found = [item for item in in_store(store, needs) if not (unsure and _of_far_training(item.path))]
+    kept = {key for _, key in needs.results} | needs.targets
     for folder in sorted(path for path in (store / "ship").glob("*") if path.is_dir() and path.name not in kept):
-        size, files = _size(folder)
-        found.append(Garbage(folder, size, files, "records of shipments of a result that nothing needs"))
-    found += _stale_environments(store, needed)
+        found.append(measured(folder, "records of shipments of what nothing needs"))
+    named = {kept_path(results, manifest.code) for _, manifest in _manifests(results)}
+    for path in sorted((results / "code").glob("*.tar.gz")):
+        if path not in named:
+            found.append(measured(path, "code that no run's manifest names"))
+    return by_size(found)
+
+
+def by_size(found: list[Garbage]) -> list[Garbage]:
+    """Largest first."""
     return sorted(found, key=lambda item: (-item.size, str(item.path)))
 
 
-def _roots(results: Path, plan: Plan | None) -> set[Name]:
-    roots: set[Name] = set()
+def find_needs(results: Path, plan: Plan | None = None, live: Collection[str] = (), place: str = LOCAL) -> Needs:
+    """What must stay at a place.
+
+    Args:
+        live: keys of trainings at work on other hosts.
+
+    Raises:
+        CorruptError: see `find_garbage`.
+    """
+    roots = _roots(results, plan) | {("train", key) for key in live}
+    needed, targets = closure(results / "store", roots)
+    needs = Needs(needed, targets=targets)
+    if plan is not None:
+        nodes = [node for node in plan.nodes.values() if node.stage.name != "report"]
+        needs.files = {str(digest) for node in nodes for digest in node.placement.get("files", {})}
+        digests = [(node.params.params.get("target") or {}).get("digest") for node in nodes]
+        needs.targets |= {str(digest)[:12] for digest in digests if digest}
+        needs.coming = {(item.stage, item.key, item.step) for item in _coming(plan, place)}
+    return needs
+
+
+def _of_far_training(path: Path) -> bool:
+    """Whether this is the controller's copy of a training elsewhere: one that began here has a lease, held or not."""
+    return path.parent.name == "train" and path.parent.parent.name == "store" and not (path / "lease.json").exists()
+
+
+def _coming(plan: Plan, place: str) -> list[Shipment]:
+    """Shipments that what is missing still needs at a place."""
+    found: list[Shipment] = []
+    for node in plan.nodes.values():
+        if node.stage.name == "report" or planned_place(plan, node) != place or not node.missing():
+            continue
+        for step in node.steps if node.stage.stepwise else [None]:
+            if not node.receipt(step).exists():
+                found += [item for item in shipments(plan, node, step).values() if item.destination == place]
+    return found
+
+
+def _manifests(results: Path) -> list[tuple[Path, RunManifest]]:
+    found = []
     for path in sorted(results.glob("runs/*/*/manifest.json")):
         if path.parent.is_symlink():
             continue
         try:
-            manifest = RunManifest.read(path)
+            found.append((path, RunManifest.read(path)))
         except CorruptError as error:
             raise CorruptError(
                 error.what,
@@ -75,14 +107,17 @@ def _roots(results: Path, plan: Plan | None) -> set[Name]:
                 remedy="What this run needs cannot be told, so nothing is deleted: rebuild it with `dflash run`, or delete the "
                 "run's folder if the run may go.",
             ) from error
-        roots |= {(entry.stage, entry.key) for entry in manifest.stages}
+    return found
+
+
+def _roots(results: Path, plan: Plan | None) -> set[Name]:
+    roots = {(entry.stage, entry.key) for _, manifest in _manifests(results) for entry in manifest.stages}
+    decided = Decisions.load(results).entries
+    roots |= {(str(item["stage"]), str(item["old_key"])) for item in decided if item["decision"] == "adopt"}
     if plan is not None:
         roots |= {(node.stage.name, node.key) for node in plan.nodes.values() if node.stage.name != "report"}
         roots |= _parents(plan) | _named_files(results / "store", plan)
-    for lease in (results / "store").glob("train/*/lease.json"):
-        if holder(lease) is not None:
-            roots.add(("train", lease.parent.name))
-    return roots
+    return roots | {("train", key) for key in live_trainings(results / "store")}
 
 
 def _parents(plan: Plan) -> set[Name]:
@@ -99,66 +134,3 @@ def _named_files(store: Path, plan: Plan) -> set[Name]:
         if path.is_relative_to(base) and len(parts := path.relative_to(base).parts) > 2:
             names.add((parts[0], parts[1]))
     return names
-
-
-def _closure(store: Path, roots: set[Name]) -> set[Name]:
-    """The roots and everything they were made from."""
-    needed: set[Name] = set()
-    waiting = list(roots)
-    while waiting:
-        name = waiting.pop()
-        if name in needed:
-            continue
-        needed.add(name)
-        path = store / name[0] / name[1] / "params.json"
-        if path.exists():
-            params = ParamsFile.read(path)
-            waiting += [(label.partition("/")[0], key) for label, key in params.upstream.items()]
-            parent = params.params.get("continue_from")
-            if isinstance(parent, dict) and "key" in parent:
-                waiting.append(("train", str(parent["key"])))
-    return needed
-
-
-def _size(folder: Path) -> tuple[int, int]:
-    """Bytes and number of the files below a folder; links count as themselves."""
-    sizes = [path.lstat().st_size for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
-    return sum(sizes), len(sizes)
-
-
-def _stale_environments(store: Path, needed: set[Name]) -> list[Garbage]:
-    """Environments that no receipt of a needed result names."""
-    kept = {receipt.environment for stage, key in needed for receipt in _receipts(store / stage / key)}
-    return [
-        Garbage(path, path.stat().st_size, 1, "no receipt names it")
-        for path in sorted((store / ENVIRONMENTS).glob("*.json"))
-        if path.stem not in kept
-    ]
-
-
-def _receipts(folder: Path) -> Iterable[Receipt]:
-    for path in (*folder.glob("receipt.json"), *folder.glob("receipts/step_*.json"), *folder.glob("step_*.json")):
-        try:
-            yield Receipt.read(path)
-        except CorruptError:
-            continue  # `dflash plan --verify` names it; its environment may go, it is rebuilt with the result
-
-
-def delete(garbage: Iterable[Garbage]) -> None:
-    """Deletes what `find_garbage` found.
-
-    Raises:
-        PermanentError: a file cannot be deleted; names it.
-    """
-    for item in garbage:
-        if holder(item.path / "lease.json") is not None:
-            continue  # a training began meanwhile
-        try:
-            if item.path.is_dir():
-                aside = item.path.with_name(f".gone-{item.path.name}")
-                item.path.rename(aside)
-                shutil.rmtree(aside)
-            else:
-                item.path.unlink(missing_ok=True)
-        except OSError as error:
-            raise PermanentError(f"cannot be deleted: {error.strerror}", where=str(item.path)) from error

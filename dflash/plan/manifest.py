@@ -24,11 +24,14 @@ from dflash.base.records import (
 from dflash.base.store import STEPWISE_RECEIPTS, checkpoint_directory, read_params, receipt_path, stage_directory
 
 
-def build_manifest(directory: Path, store: Path, source: Mapping[str, Any] | None = None) -> RunManifest:
+def build_manifest(
+    directory: Path, store: Path, source: Mapping[str, Any] | None = None, code: str = ""
+) -> RunManifest:
     """Describes the run whose report lies (or will lie) in `directory`.
 
     Args:
         source: the run's configuration, every default filled in (`config.resolved_source`).
+        code: digest of the code that is kept (`kept_code.py`).
 
     Raises:
         CorruptError: a params file or receipt that the run needs is missing or damaged.
@@ -66,6 +69,7 @@ def build_manifest(directory: Path, store: Path, source: Mapping[str, Any] | Non
         stages=entries,
         steps=steps,
         git=git_facts(),
+        code=code,
         environments=environments,
         adoptions=report.params["adoptions"],
         determinism=_determinism(environments),

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dflash.base.words import number_of
 from dflash.report.evidence import Evidence
 from dflash.report.tables import TauTable, verdict
 
@@ -72,18 +73,23 @@ def _plural(words: str) -> str:
     return {"fails": "fail", "needs a look": "need a look", "is not known": "are not known"}[words]
 
 
+def _elsewhere(count: int) -> str:
+    return "1 lies on another host and was" if count == 1 else f"{count:,} lie on other hosts and were"
+
+
 def receipts(evidence: Evidence) -> Check:
     """Every result the run consists of has its receipt, and the files are those that it records."""
     audit = evidence.audit
     words = (
-        f"{audit.found} of {audit.expected} receipts are there and valid; {audit.by_bytes:,} files have the recorded bytes"
-        + (f", {audit.by_size:,} large ones the recorded size" if audit.by_size else "")
-        + (f", {audit.elsewhere:,} lie on other hosts and were not checked here" if audit.elsewhere else "")
+        f"{audit.found} of {audit.expected} receipts are there and valid; {number_of(audit.by_bytes, 'file has', 'files have')} "
+        "the recorded bytes"
+        + (f", {number_of(audit.by_size, 'large one')} the recorded size" if audit.by_size else "")
+        + (f", {_elsewhere(audit.elsewhere)} not checked here" if audit.elsewhere else "")
     )
     details = tuple(f"{trouble.file}: {trouble.why}" for trouble in audit.troubles)
     title = "Receipts and files"
     if details:
-        return Check("receipts", title, "fails", f"{words}. {len(details)} do not hold.", details)
+        return Check("receipts", title, "fails", f"{words}. {number_of(len(details), 'does', 'do')} not hold.", details)
     return Check("receipts", title, "unknown" if not audit.expected else "holds", f"{words}.")
 
 
@@ -252,7 +258,8 @@ def truncated(evidence: Evidence) -> Check:
     if not total:
         return Check("truncated", title, "unknown", "No record says how completions ended.")
     details = tuple(f"{name}: {ends:,} of {count:,}" for name, count, ends in counted) if len(counted) > 1 else ()
-    words = f"{cut:,} of {total:,} completions ({cut / total:.1%}) were cut at the length limit."
+    verb = "was" if cut == 1 else "were"
+    words = f"{cut:,} of {number_of(total, 'completion')} ({cut / total:.1%}) {verb} cut at the length limit."
     return Check("truncated", title, "look" if cut / total > MOST_TRUNCATED else "holds", words, details)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from dflash.base.environment import NUMERIC_DISTRIBUTIONS
 from dflash.base.records import Environment, MetricsLine
+from dflash.base.words import number_of
 from dflash.report.subject import Subject, flat, load
 
 WIDTH = 118
@@ -178,7 +179,7 @@ def _throughput(a: Subject, b: Subject) -> list[Outcome]:
         first, second = statistics.median(ours), statistics.median(theirs)
         ratio = second / first if first else 0.0
         by_bucket = _ratio_by_bucket(a, b, role)
-        counts = f"median of {len(ours):,} and {len(theirs):,} steps"
+        counts = f"median of {len(ours):,} and {number_of(len(theirs), 'step')}"
         words = f"{role}: {first:,.0f} -> {second:,.0f} tok/s, {counts} ({_percent(ratio)}){_blame(ratio, by_bucket)}"
         found.append(Outcome(f"throughput {role}", words, first, second))
     return found
@@ -613,7 +614,7 @@ def _dataset(a: Subject, b: Subject) -> list[Finding]:
         for name in ("samples", "tokens", "trainable_tokens")
         if ours[name] != theirs[name]
     ]
-    told = [f"{ours['samples']:,} -> {theirs['samples']:,} samples"]
+    told = [f"{ours['samples']:,} -> {number_of(theirs['samples'], 'sample')}"]
     if ours["mean"] is not None and theirs["mean"] is not None:
         shift = theirs["mean"] / ours["mean"] - 1 if ours["mean"] else 0.0
         told.append(f"mean length {ours['mean']:,.1f} -> {theirs['mean']:,.1f} tokens ({shift:+.1%})")
@@ -635,7 +636,7 @@ def _sources(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Differe
     def told(side: Mapping[str, Any], name: str) -> str:
         if name not in side:
             return ABSENT
-        return "samples not recorded" if side[name] is None else f"{side[name]:,} samples"
+        return "samples not recorded" if side[name] is None else number_of(side[name], "sample")
 
     names = sorted({*ours, *theirs})
     return [

@@ -23,6 +23,7 @@ from dflash.base.records import (
     RunManifest,
     last_attempts,
 )
+from dflash.base.words import number_of
 from dflash.report.subject import (
     CONFIG_FIELD,
     WHAT_TO_GIVE,
@@ -191,9 +192,11 @@ def _record_lines(record: Record | None) -> list[str]:
         hosts = ", ".join(sorted({name.partition("/")[0] for name in record.environments}))
         found = _lines(
             "written",
-            f"{_when(record.created)}, {_commit(record.git)}; {record.determinism} repeatability; {len(steps)} checkpoints up to "
-            f"step {max(steps, default=0):,}; {len(record.environments)} environments on {hosts or 'no host'}",
+            f"{_when(record.created)}, {_commit(record.git)}; {record.determinism} repeatability; "
+            f"{number_of(len(steps), 'checkpoint')} up to step {max(steps, default=0):,}; "
+            f"{number_of(len(record.environments), 'environment')} on {hosts or 'no host'}",
         )
+        found += _lines("code", f"{record.code[:16]}, kept under results/code/") if record.code else []
         for item in record.adoptions:
             found += _lines(
                 "adopted",
@@ -202,7 +205,7 @@ def _record_lines(record: Record | None) -> list[str]:
             )
         return found
     if isinstance(record, ParamsFile):
-        return _lines("code", f"{record.code.digest}, {len(record.code.modules)} modules")
+        return _lines("code", f"{record.code.digest}, {number_of(len(record.code.modules), 'module')}")
     return []
 
 
@@ -211,7 +214,7 @@ def _checkpoint_lines(manifest: CheckpointManifest) -> list[str]:
     found = _lines(
         "written",
         f"{_when(manifest.created)}, {_commit(manifest.environment.git)}, code {', '.join(manifest.lineage.code) or '-'}; "
-        f"{len(attempts) or 1} attempt{'s' if len(attempts) > 1 else ''}"
+        f"{number_of(len(attempts) or 1, 'attempt')}"
         f"{'; the state to resume from is kept' if manifest.state else ''}",
     )
     parent = manifest.lineage.parent
@@ -264,7 +267,7 @@ def _data_lines(subject: Subject) -> list[str]:
     sources = ", ".join(f"{name} {count:,}" if count is not None else name for name, count in data["sources"].items())
     found = _lines(
         "dataset",
-        f"{data['samples']:,} training samples, {data['tokens']:,} tokens{mean}; sources: {sources or '-'}; "
+        f"{number_of(data['samples'], 'training sample')}, {number_of(data['tokens'], 'token')}{mean}; sources: {sources or '-'}; "
         f"digest {data['digest'][:12]}",
     )
     if subject.buckets:
@@ -279,7 +282,9 @@ def _training_lines(subject: Subject) -> list[str]:
         return []
     roles = sorted({role for line in lines for role in line.tokens_per_second})
     rates = ", ".join(f"{role} {median_rate(subject, role):,.0f} tok/s" for role in roles)
-    return _lines("training", f"{len(lines):,} steps measured, last loss {lines[-1].loss:.4g}; median {rates}")
+    return _lines(
+        "training", f"{number_of(len(lines), 'step')} measured, last loss {lines[-1].loss:.4g}; median {rates}"
+    )
 
 
 def median_rate(subject: Subject, role: str) -> float:
@@ -320,9 +325,9 @@ def _environment_lines(item: Environment) -> list[str]:
     build = ", ".join(f"{name} {torch[name]}" for name in ("cuda", "cudnn", "nccl", "driver") if torch.get(name))
     return _lines(
         "machine",
-        f"{item.cpu}, {item.cores} cores, {item.memory_bytes / 1e9:.0f} GB; {told}; python {item.python}; torch "
-        f"{torch.get('version', 'not imported')}{f' ({build})' if build else ''}; {len(item.distributions)} distributions; "
-        f"{item.platform}",
+        f"{item.cpu}, {number_of(item.cores, 'core')}, {item.memory_bytes / 1e9:.0f} GB; {told}; python {item.python}; torch "
+        f"{torch.get('version', 'not imported')}{f' ({build})' if build else ''}; "
+        f"{number_of(len(item.distributions), 'distribution')}; {item.platform}",
     )
 
 

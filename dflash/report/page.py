@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from dflash.base.records import Environment, MetricsLine, StageEntry
+from dflash.base.words import number_of
 from dflash.report.checks import Check, all_checks, bound, summary
 from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Parent, Sample, Shift, Side, Trouble
 from dflash.report.figures import Series, bar_chart, line_chart, thin
@@ -155,12 +156,16 @@ def _sentence(evidence: Evidence) -> str:
         return "This run trains no drafter: its manifest names no training."
     size = _parameters(evidence)
     dataset = evidence.dataset
-    samples = f"{dataset.train.samples:,} samples that the target wrote" if dataset else "a dataset that cannot be read"
+    samples = (
+        f"{number_of(dataset.train.samples, 'sample')} that the target wrote"
+        if dataset
+        else "a dataset that cannot be read"
+    )
     layers = train.get("num_draft_layers", "?")
     return (
         f"A DFlash drafter of {layers} {'layer' if layers == 1 else 'layers'}{size} with block size "
-        f"{train.get('block_size', '?')}, trained for {max(steps, default=0):,} steps on {samples}, for {_target(train)}; "
-        f"judged at {len(steps)} {'checkpoint' if len(steps) == 1 else 'checkpoints'}."
+        f"{train.get('block_size', '?')}, trained for {number_of(max(steps, default=0), 'step')} on {samples}, "
+        f"for {_target(train)}; judged at {number_of(len(steps), 'checkpoint')}."
     )
 
 
@@ -458,8 +463,8 @@ def _training_words(lines: Sequence[MetricsLine]) -> str:
     padding = sum(line.padding_share for line in lines) / len(lines)
     last = lines[-1]
     return (
-        f"{len(lines):,} steps in {seconds:,.1f} s of step time; {tokens:,} tokens; {padding:.1%} padding on average; "
-        f"{len(attempts)} {'attempt' if len(attempts) == 1 else 'attempts'}; last loss {last.loss:.4g} at step {last.step:,}."
+        f"{number_of(len(lines), 'step')} in {seconds:,.1f} s of step time; {number_of(tokens, 'token')}; "
+        f"{padding:.1%} padding on average; {number_of(len(attempts), 'attempt')}; last loss {last.loss:.4g} at step {last.step:,}."
     )
 
 
@@ -476,7 +481,9 @@ def _rates(lines: Sequence[MetricsLine]) -> str:
     }
     worst = max(shares, key=lambda reason: shares[reason], default=None)
     starving = f" Most waiting: {worst}, {shares[worst]:.0%} of the time." if worst and shares[worst] >= 0.01 else ""
-    return f"Throughput by role, median of {len(lines):,} steps: {', '.join(told)}.{starving}" if told else ""
+    return (
+        f"Throughput by role, median of {number_of(len(lines), 'step')}: {', '.join(told)}.{starving}" if told else ""
+    )
 
 
 def _curve(name: str, points: Sequence[tuple[float, float]]) -> Series:
@@ -489,7 +496,7 @@ def _averaged(count: int) -> str:
 
 
 def _add_curves(page: Page, lines: Sequence[MetricsLine]) -> None:
-    note = f"n = {len(lines):,} steps; {_averaged(len(lines))}"
+    note = f"n = {number_of(len(lines), 'step')}; {_averaged(len(lines))}"
     slots = max(len(line.accuracy_by_slot) for line in lines)
     shown = sorted({1, 2, math.ceil(slots / 2), slots} & set(range(1, slots + 1)))
     accuracy = []
@@ -588,13 +595,14 @@ def _add_buckets(page: Page, found: Buckets, batching: Mapping[str, Any], parent
         ("batches", [100 * bucket.batch_share for bucket in found.buckets]),
     ]
     svg = bar_chart("Shares of buckets", names, groups, x_label="bucket, tokens", y_label="share, %")
-    caption = f"Share of samples, tokens and batches by bucket, in percent; n = {found.samples:,} samples."
+    caption = f"Share of samples, tokens and batches by bucket, in percent; n = {number_of(found.samples, 'sample')}."
     page.bucket_figures.append(Figure(svg, caption))
     page.bucket_tables.append(_bucket_table(found, batching))
     page.bucket_words = (
-        f"{found.batches_per_epoch:,} batches an epoch, {found.steps_per_epoch:,.2f} steps; {found.padding_share:.1%} of what "
-        f"batches hold is padding, and they fill {found.budget_share:.1%} of the token budget. {found.cut_samples:,} samples "
-        f"were cut to the longest allowed length, losing {found.cut_tokens:,} tokens."
+        f"{number_of(found.batches_per_epoch, 'batch', 'batches')} an epoch, {found.steps_per_epoch:,.2f} steps; "
+        f"{found.padding_share:.1%} of what batches hold is padding, and they fill {found.budget_share:.1%} of the token budget. "
+        f"{number_of(found.cut_samples, 'sample')} {'was' if found.cut_samples == 1 else 'were'} cut "
+        f"to the longest allowed length, losing {number_of(found.cut_tokens, 'token')}."
     )
 
 
@@ -605,7 +613,7 @@ def _length_figure(found: Buckets, parent: Parent | None) -> Figure:
     others = _on_edges(parent.buckets, edges) if parent is not None else []
     used = max((index for index, count in enumerate(own) if count or (others and others[index] > 0)), default=-1) + 1
     lengths = [f"{low + 1}-{high}" for low, high in pairwise(edges)][:used]
-    words = f"Training samples by length of prompt and completion, in tokens; n = {found.samples:,} samples"
+    words = f"Training samples by length of prompt and completion, in tokens; n = {number_of(found.samples, 'sample')}"
     if parent is None:
         svg = bar_chart(
             "Samples by length", lengths, [("samples", own[:used])], x_label="length, tokens", y_label="samples"
@@ -659,7 +667,7 @@ def _bucket_table(found: Buckets, batching: Mapping[str, Any]) -> Table:
     budget, most = batching.get("token_budget", "?"), batching.get("max_batch_size", "?")
     caption = (
         f"Buckets by length in tokens, with shares; token budget {budget} tokens a batch, padding counted, at most {most} samples "
-        f"a batch; n = {found.samples:,} samples; padding of the first epoch."
+        f"a batch; n = {number_of(found.samples, 'sample')}; padding of the first epoch."
     )
     return Table("buckets", caption, ("bucket", "samples", "tokens", "batches", "samples a batch", "padding"), rows)
 
@@ -699,8 +707,9 @@ def _add_shift(page: Page, found: Shift, bytes_a_token: int) -> None:
     ]
     svg = bar_chart("Batches by bucket, before and now", names, groups, x_label="bucket, tokens", y_label="batches, %")
     caption = (
-        f"Share of batches by bucket, in percent: the parent version (n = {found.before.batches_per_epoch:,} batches) and this "
-        f"one (n = {found.now.batches_per_epoch:,} batches), under the same token budget and buckets."
+        "Share of batches by bucket, in percent: the parent version "
+        f"(n = {number_of(found.before.batches_per_epoch, 'batch', 'batches')}) "
+        f"and this one (n = {number_of(found.now.batches_per_epoch, 'batch', 'batches')}), under the same token budget and buckets."
     )
     page.bucket_figures.append(Figure(svg, caption))
     rows = [
@@ -773,8 +782,8 @@ def _add_shipments(page: Page, evidence: Evidence) -> None:
     seconds = sum(item.shipped.seconds for item in listed)
     verified = sum(item.shipped.verified for item in listed)
     page.shipment_words = (
-        f"{len(listed):,} shipments, {_bytes(total)} in {seconds:,.0f} s, {_bytes(total / (seconds or 1))}/s on average; "
-        f"{verified:,} of {len(listed):,} verified byte by byte at the destination."
+        f"{number_of(len(listed), 'shipment')}, {_bytes(total)} in {seconds:,.0f} s, {_bytes(total / (seconds or 1))}/s on "
+        f"average; {verified:,} of {len(listed):,} verified byte by byte at the destination."
     )
     rows = tuple(
         (
@@ -833,8 +842,8 @@ def _sample_view(sample: Sample, step: int | None) -> SampleView:
     committed = sum(item.committed for item in sample.verifications)
     rate = f"tau {committed / verifications:.2f}" if verifications else "no verification"
     words = (
-        f"Drafted by the chain of step {step:,}, {sample.kernel} kernels: n = {committed:,} tokens in {verifications:,} "
-        f"verifications, {rate}, bonus token included."
+        f"Drafted by the chain of step {step:,}, {sample.kernel} kernels: n = {number_of(committed, 'token')} in "
+        f"{number_of(verifications, 'verification')}, {rate}, bonus token included."
     )
     most = max((len(item.drafted) for item in sample.verifications), default=0)
     accepted = f"of at most {most}: " + (", ".join(str(item.accepted) for item in sample.verifications) or "none")
@@ -908,7 +917,7 @@ def _add_distributions(page: Page, named: Mapping[str, Environment]) -> None:
             rows,
             short=frozenset({"version"}),
         )
-        page.distributions.append((f"{len(rows)} distributions of {where}", table))
+        page.distributions.append((f"{number_of(len(rows), 'distribution')} of {where}", table))
 
 
 def environment_facts(item: Environment, used_by: Sequence[str]) -> dict[str, str]:
@@ -969,7 +978,7 @@ def _add_config(page: Page, evidence: Evidence) -> None:
             ("parameter", "value", "origin"),
             rows,
         )
-        page.config.append((f"{name}: {len(rows)} values, {chosen} set for this run", table))
+        page.config.append((f"{name}: {number_of(len(rows), 'value')}, {chosen} set for this run", table))
     page.keys = Table(
         "keys",
         f"Keys of the run's results; state {manifest.runkey}. A key is a digest of parameters, upstream keys and code.",

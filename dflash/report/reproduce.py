@@ -1,6 +1,7 @@
 """`dflash reproduce MANIFEST`: the recorded code, on the recorded config, compared with the recorded results.
 
-    the commit of the manifest, taken from git into a folder of its own (uncommitted changes that it holds are put on top)
+    the code of the manifest, kept by digest under `results/code/`, else its commit from git (uncommitted changes that the
+       manifest holds are put on top), in a folder of its own
     -> the configuration of the manifest, every default written out, so that later defaults cannot creep in
     -> `dflash run` of that code, or one segment of the training from a checkpoint whose state is kept
     -> every output by digest, every tensor by name
@@ -34,10 +35,13 @@ import yaml
 from dflash.base.environment import NUMERIC_DISTRIBUTIONS, collect
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
 from dflash.base.files import sha256_file
-from dflash.base.records import Environment, OutputFile, RunManifest, StageEntry
+from dflash.base.records import CheckpointManifest, Environment, OutputFile, RunManifest, StageEntry
 from dflash.base.store import STEPWISE_RECEIPTS, stage_directory
+from dflash.base.words import number_of
+from dflash.hosts.code import DIGITS
 from dflash.hosts.lease import holder
 from dflash.plan.code import source_root
+from dflash.plan.kept_code import PARTS, kept_code, kept_path
 from dflash.report.subject import check_keys, read_header
 
 BYTE_DISTRIBUTIONS = ("numpy", "safetensors", "tokenizers", "pyarrow", "pandas")
@@ -82,17 +86,11 @@ def read_manifest(path: Path) -> RunManifest:
     """A run's manifest, which must hold what a repetition needs.
 
     Raises:
-        CorruptError: damaged or edited. PermanentError: it names no commit or no configuration.
+        CorruptError: damaged or edited. PermanentError: it holds no configuration, or an adopted result.
     """
     file = path / "manifest.json" if path.is_dir() else path
     manifest = RunManifest.read(file)
     check_keys(manifest, file)
-    if not manifest.git.get("commit"):
-        raise PermanentError(
-            "the manifest names no commit: the run was not made from a git checkout",
-            where=str(file),
-            remedy="Nobody can tell which code to take.",
-        )
     if manifest.adoptions:
         kept = ", ".join(f"{item.get('stage')} {item.get('old_key')}" for item in manifest.adoptions)
         raise PermanentError(
@@ -180,28 +178,76 @@ def _git(repository: Path, *arguments: str, given: bytes | None = None) -> subpr
         raise PermanentError(f"git cannot be run ({error})", where=str(repository)) from error
 
 
-def find_repository(commit: str, candidates: Sequence[Path]) -> Path:
-    """The clone that has a commit.
-
-    Raises:
-        PermanentError: none has it.
-    """
-    for candidate in candidates:
+def find_repository(commit: str, candidates: Sequence[Path]) -> Path | None:
+    """The clone that has a commit; None when none has it."""
+    for candidate in candidates if commit else ():
         if _git(candidate, "cat-file", "-e", f"{commit}^{{commit}}").returncode == 0:
             return candidate
-    raise PermanentError(
-        f"the recorded commit {commit} is not in {' or '.join(dict.fromkeys(map(str, candidates)))}",
+    return None
+
+
+def place_code(manifest: RunManifest, results: Path | None, candidates: Sequence[Path], folder: Path) -> str:
+    """Puts the recorded code into `folder`: the kept one, else that of the commit, uncommitted changes included. Other files of
+    the commit (prompts of a demo) come along where a clone has it.
+
+    Args:
+        results: the folder of results that the manifest belongs to, when it is at hand. candidates: clones that may have the
+            commit.
+
+    Returns:
+        Where it was taken from, for people.
+
+    Raises:
+        PermanentError: neither is to be had, or the uncommitted changes were not kept or do not apply.
+    """
+    commit = str(manifest.git.get("commit") or "")
+    kept, why = _kept(manifest, results)
+    usable = candidates if kept is None or shutil.which("git") else ()  # kept code needs no git
+    repository = find_repository(commit, usable)
+    if kept is None and repository is None:
+        raise _no_code(commit, candidates, why)
+    if kept is None and repository is not None:
+        take_code(manifest, repository, folder)
+        return f"code {commit[:12]} from {repository}{f' ({why})' if manifest.code else ''}"
+    if repository is not None:
+        _take_commit(repository, commit, folder)
+    for part in PARTS:
+        shutil.rmtree(folder / part, ignore_errors=True)
+    for name, content in (kept or {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    name = commit[:12] or "of no commit"
+    changes = " with its uncommitted changes" if manifest.git.get("dirty") else ""
+    rest = f"other files from {repository}" if repository is not None else f"commit {name} is in no clone here"
+    return f"code {name}{changes}, kept as {manifest.code[:DIGITS]}; {rest}"
+
+
+def _kept(manifest: RunManifest, results: Path | None) -> tuple[dict[str, bytes] | None, str]:
+    """The kept code, or why there is none."""
+    if not manifest.code:
+        return None, "its code was not kept"
+    if results is None:
+        return None, "no results lie beside the manifest, so no kept code"
+    try:
+        kept = kept_code(results, manifest.code)
+    except CorruptError as error:
+        return None, error.message()
+    return kept, f"its code is not in {kept_path(results, manifest.code)}"
+
+
+def _no_code(commit: str, candidates: Sequence[Path], why: str) -> PermanentError:
+    if not commit:
+        return PermanentError(
+            f"the manifest names no commit: the run was not made from a git checkout; and {why}",
+            remedy="Nobody can tell which code to take.",
+        )
+    return PermanentError(
+        f"the recorded commit {commit} is not in {' or '.join(dict.fromkeys(map(str, candidates)))}; and {why}",
         remedy="Fetch it (`git fetch --all`; a shallow clone needs `--unshallow`), or run this in a clone that has it.",
     )
 
 
-def take_code(manifest: RunManifest, repository: Path, folder: Path) -> None:
-    """Puts the recorded code into `folder`, uncommitted changes included.
-
-    Raises:
-        PermanentError: the changes were not kept, or do not apply.
-    """
-    commit = str(manifest.git["commit"])
+def _take_commit(repository: Path, commit: str, folder: Path) -> None:
     archive = _git(repository, "archive", "--format=tar", commit)
     if archive.returncode != 0:
         raise PermanentError(
@@ -210,6 +256,15 @@ def take_code(manifest: RunManifest, repository: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(folder, filter="data")
+
+
+def take_code(manifest: RunManifest, repository: Path, folder: Path) -> None:
+    """Puts the recorded commit into `folder`, uncommitted changes included.
+
+    Raises:
+        PermanentError: the changes were not kept, or do not apply.
+    """
+    _take_commit(repository, str(manifest.git["commit"]), folder)
     code = [
         name
         for name in manifest.git.get("changed") or []
@@ -333,6 +388,7 @@ def run_segment(
     if last not in manifest.steps or not first < last:
         raise ConfigError(f"`--steps {first}:{last}`: checkpoints of the run are {', '.join(map(str, manifest.steps))}")
     if first and first not in kept:
+        _refuse_far_state(entry, first, last)
         raise ConfigError(
             f"`--steps {first}:{last}`: the state of step {first} is not kept",
             where=str(origin),
@@ -363,6 +419,15 @@ def run_segment(
     }
     words = ["stage", "train", "--params", str(folder / "params.json"), "--store", str(fresh), "--step", str(last)]
     _call(code, [*words, "--run", manifest.run, "--placement", json.dumps(placement)])
+
+
+def _refuse_far_state(entry: StageEntry, first: int, last: int) -> None:
+    host = entry.environments.get(str(first), "").partition("/")[0]
+    if host not in ("", "local"):
+        raise PermanentError(
+            f"`--steps {first}:{last}`: the state of step {first} lies on {host}, where it was trained",
+            remedy=f"`--steps :{last}` begins from scratch here.",
+        )
 
 
 def _stage(manifest: RunManifest, stage: str) -> StageEntry:
@@ -409,7 +474,8 @@ def compare_stage(
     equal, unequal, left_out = 0, [], []
     for place in places:
         for output in entry.outputs.get(place, []):
-            fault = _output_fault(output, made, recorded, kind)
+            host = entry.environments.get(place, "").partition("/")[0]
+            fault = _output_fault(output, made, recorded, kind, "" if host == "local" else host)
             if fault == NOT_COMPARED:
                 left_out.append(output.path)
                 continue
@@ -418,7 +484,9 @@ def compare_stage(
                 equal += 1
             else:
                 unequal.append(f"{output.path}: {fault}")
-    words = f"{equal} of {equal + len(unequal)} outputs {'equal' if kind == 'bitwise' else 'within tolerance'}"
+    words = (
+        f"{equal} of {number_of(equal + len(unequal), 'output')} {'equal' if kind == 'bitwise' else 'within tolerance'}"
+    )
     if entry.stage == "train" and places:
         words += _tensor_words(made, places, tensors, verdict, kind)
     if left_out:
@@ -435,11 +503,12 @@ def _tensor_words(made: Path, places: Sequence[str], tensors: Mapping[str, str],
     other = sorted(name for name in {*here, *tensors} if here.get(name) != tensors.get(name))
     if other:
         verdict.problems.append(f"train step {places[-1]}: tensors {', '.join(other[:3])} differ ({len(other)} in all)")
-    return f"; step {places[-1]}: {len(tensors) - len(other)} of {len(tensors)} tensors equal"
+    return f"; step {places[-1]}: {len(tensors) - len(other)} of {number_of(len(tensors), 'tensor')} equal"
 
 
-def _output_fault(output: OutputFile, made: Path, recorded: Path | None, kind: str) -> str | None:
-    """What is wrong with a file; None when it is as recorded, `NOT_COMPARED` when nobody can tell."""
+def _output_fault(output: OutputFile, made: Path, recorded: Path | None, kind: str, host: str = "") -> str | None:
+    """What is wrong with a file; None when it is as recorded, `NOT_COMPARED` when nobody can tell. host: another one, on which
+    the recorded file was made."""
     path = made / output.path
     if not path.exists():
         return "not made"
@@ -450,20 +519,35 @@ def _output_fault(output: OutputFile, made: Path, recorded: Path | None, kind: s
     if weights and before is not None:
         return _weights_fault(before, path, kind)
     if kind == "bitwise":
-        return "other bytes"
+        return _far_weights_fault(recorded, output, path) if weights and recorded is not None else "other bytes"
     if not weights and path.name != "rows.json":
         return NOT_COMPARED
     if before is None:
-        return "other bytes, and the recorded file is not here to compare values with"
+        lies = f" (it was made on {host})" if host else ""
+        return f"other bytes, and the recorded file is not here to compare values with{lies}"
     return _rows_fault(before, path)
+
+
+def _far_weights_fault(recorded: Path, output: OutputFile, path: Path) -> str | None:
+    """Tensors that differ from those of a checkpoint whose weights stayed on another host: its manifest came back."""
+    file = recorded / Path(output.path).parts[0] / "manifest.json"
+    if path.name != WEIGHTS or not file.exists():
+        return "other bytes"
+    ours = {tensor.name: tensor.sha256 for tensor in CheckpointManifest.read(file).tensors}
+    if not ours or not all(ours.values()):
+        return "other bytes"
+    return _other_tensors(ours, tensor_digests(path))
+
+
+def _other_tensors(ours: Mapping[str, str | None], theirs: Mapping[str, str | None]) -> str | None:
+    other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    return f"tensors {', '.join(other[:3])} differ ({len(other)} of {len(ours)})" if other else None
 
 
 def _weights_fault(before: Path, path: Path, kind: str) -> str | None:
     """Tensors that differ, by bits or beyond the tolerance of their type."""
     if kind == "bitwise":
-        ours, theirs = tensor_digests(before), tensor_digests(path)
-        other = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        return f"tensors {', '.join(other[:3])} differ ({len(other)} of {len(ours)})" if other else None
+        return _other_tensors(tensor_digests(before), tensor_digests(path))
     ours_values, theirs_values = _values(before), _values(path)
     if ours_values.keys() != theirs_values.keys():
         return "other tensors"
@@ -501,7 +585,7 @@ def _rows_fault(before: Path, path: Path) -> str | None:
     except ValueError as error:
         raise CorruptError(f"not JSON ({error})", where=str(path)) from error
     if len(ours) != len(theirs):
-        return f"{len(theirs)} rows, {len(ours)} are recorded"
+        return f"{number_of(len(theirs), 'row')}, recorded are {len(ours)}"
     for one, other in zip(ours, theirs, strict=True):
         low, high = one.get("ci_low"), one.get("ci_high")
         if one.get("metric") == "tau_pooled" and low is not None and not low <= other["value"] <= high:
@@ -535,13 +619,12 @@ def reproduce(path: Path, folder: Path, *, steps: str = "", tolerance: bool = Fa
     segment = parse_steps(steps) if steps else None
     kind = require_environment(manifest, path, tolerance)
     here = Path.cwd()
-    repository = find_repository(str(manifest.git["commit"]), [here, source_root()])
-    code, results = folder / "code", folder / "results"
-    take_code(manifest, repository, code)
-    verdict = Verdict([f"code {str(manifest.git['commit'])[:12]} from {repository}; class {kind}"])
-    tensors = {tensor.name: tensor.sha256 for tensor in manifest.tensors if tensor.sha256}
     file = path / "manifest.json" if path.is_dir() else path
     store = _store_beside(file)
+    code, results = folder / "code", folder / "results"
+    origin = place_code(manifest, store.parent if store is not None else None, [here, source_root()], code)
+    verdict = Verdict([f"{origin}; class {kind}"])
+    tensors = {tensor.name: tensor.sha256 for tensor in manifest.tensors if tensor.sha256}
     if segment is not None:
         if store is None:
             raise ConfigError(

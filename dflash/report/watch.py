@@ -1,12 +1,15 @@
 """`dflash watch RUN`: how far a run is, from the files it leaves: live in a terminal, plain lines in a pipe, and after the fact.
 
 Nothing is asked of the processes at work: receipts say what is done, the trainer's `status.json` and `metrics.jsonl` how fast it
-goes, its lease whether it lives. A look costs a stat a receipt and the last 64 kB of the metrics: 3 ms for 200 checkpoints.
+goes, its lease whether it lives. Of a training on another host these files are read there (`feed.py`); the view never waits for
+that host and says how old what it shows is. A look costs a stat a receipt and the last 64 kB of the metrics: 3 ms for 200
+checkpoints.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import statistics
 import sys
 import time
@@ -17,30 +20,34 @@ from typing import Any, TextIO
 
 from dflash.base.errors import CorruptError
 from dflash.base.files import read_json
-from dflash.base.records import MetricsLine, RunManifest, StopMarker
+from dflash.base.records import Failure, MetricsLine, RunManifest
 from dflash.base.store import STEPWISE_RECEIPTS, receipt_path, stage_directory
-from dflash.hosts.lease import holder
+from dflash.base.words import number_of
+from dflash.report.feed import Feed, Heard, age_in_words, age_of
+from dflash.report.glance import METRICS, read_training
 from dflash.stages import BY_NAME
-from dflash.train import schedule
 
-TAIL = 64 << 10
-"""Bytes of the metrics that a look reads."""
-RECENT = 20
-"""Steps over which rates are averaged."""
+HERE = "here"
 MOST_STEPS = 12
 """Checkpoints shown; the rest are counted."""
 PERIOD = 2.0
+FRESH = 10.0
+"""Seconds since the last word of another host after which it counts as silent."""
+PATIENCE = 20.0
+"""Seconds that a pipe or a single look waits for the first word of another host."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What to look at. results: (name, stage, key) in the order of the road; steps: the scheduled checkpoints."""
+    """What to look at. results: (name, stage, key) in the order of the road; steps: the scheduled checkpoints. feed: what
+    listens to the host that trains, when that is another one."""
 
     run: str
     store: Path
     results: Sequence[tuple[str, str, str]]
     steps: Sequence[int]
     report: Path
+    feed: Feed | None = None
 
     def directory(self, stage: str) -> Path | None:
         """The folder of the run's result of a stage."""
@@ -48,13 +55,28 @@ class Watched:
 
 
 @dataclass
+class Checkpoint:
+    """A scheduled checkpoint. trained, shipped, evaluated: where (hosts; `here` for this one), or nothing. tau: of the chain."""
+
+    step: int
+    trained: str = ""
+    shipped: str = ""
+    evaluated: str = ""
+    tau: str = ""
+
+
+@dataclass
 class View:
-    """One look. stages: (name, key, done, total). checkpoints: (step, trained, shipped, evaluated, tau)."""
+    """One look. stages: (name, key, done, total). shares: what other hosts have done. silent: why nothing fresh is known of the
+    training. waiting: more may be heard of it although nothing shows that it lives."""
 
     run: str
     stages: list[tuple[str, str, int, int]] = field(default_factory=list)
-    checkpoints: list[tuple[int, bool, str, bool, str]] = field(default_factory=list)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
     training: list[str] = field(default_factory=list)
+    shares: list[str] = field(default_factory=list)
+    silent: str = ""
+    waiting: bool = False
     alive: bool = False
     at_work: bool = False
     done: bool = False
@@ -63,11 +85,15 @@ class View:
         """The state in a word or two."""
         if self.done:
             return "done"
-        return "training" if self.alive else "at work" if self.at_work else "not at work"
+        if self.alive:
+            return "training"
+        if self.silent and self.waiting:
+            return "training when last heard"
+        return "at work" if self.at_work else "not at work"
 
     def goes_on(self) -> bool:
         """Whether a later look may show more."""
-        return not self.done and (self.alive or self.at_work)
+        return not self.done and (self.alive or self.at_work or self.waiting)
 
 
 def of_manifest(path: Path) -> Watched:
@@ -93,20 +119,62 @@ def look(watched: Watched) -> View:
         view.stages.append((name, key, done, len(steps)))
     train, evaluate = watched.directory("train"), watched.directory("evaluate")
     if train is not None:
-        _add_training(view, train, watched)
+        saved = _add_training(view, train, watched)
         shipped = _shipped(watched.store, train.name)
         for step in watched.steps:
-            trained = receipt_path(train, "train", step).exists()
-            judged = evaluate is not None and receipt_path(evaluate, "evaluate", step).exists()
-            view.checkpoints.append((step, trained, shipped.get(step, ""), judged, ""))
+            trained = _host_of(receipt_path(train, "train", step)) or (saved.get(step, ""))
+            judged = _host_of(receipt_path(evaluate, "evaluate", step)) if evaluate is not None else ""
+            view.checkpoints.append(Checkpoint(step, trained, shipped.get(step, ""), judged))
         first, last = _window(view)
-        for place, (step, trained, hosts, judged, _) in enumerate(view.checkpoints[first:last], start=first):
-            if judged and evaluate is not None:
-                tau = _tau(evaluate / f"step_{step}" / "rows.json")
-                view.checkpoints[place] = (step, trained, hosts, judged, tau)
+        for item in view.checkpoints[first:last]:
+            if item.evaluated and evaluate is not None:
+                item.tau = _tau(evaluate / f"step_{item.step}" / "rows.json")
+        view.shares = _shares(view.checkpoints) + _failed_shipments(watched.store, train.name)
     view.at_work = run_at_work(watched.store.parent)
     view.done = all(done == total for _, _, done, total in view.stages) and (watched.report / "receipt.json").exists()
     return view
+
+
+def _host_of(receipt: Path) -> str:
+    """The host that a receipt names, `here` for this one; nothing when there is no receipt."""
+    try:
+        return _host_in(receipt, receipt.stat().st_mtime_ns)
+    except OSError:
+        return ""
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _host_in(receipt: Path, _changed: int) -> str:
+    """Read once for each state of the file."""
+    try:
+        document = read_json(receipt)
+    except CorruptError:
+        return HERE
+    host = document.get("host") if isinstance(document, dict) else None
+    return str(host) if host not in (None, "local") else HERE
+
+
+def _shares(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """What other hosts have done of the road, one line a verb."""
+    found = []
+    for verb in ("trained", "shipped", "evaluated"):
+        counts: dict[str, int] = {}
+        for item in checkpoints:
+            for host in getattr(item, verb).split(", "):
+                if host:
+                    counts[host] = counts.get(host, 0) + 1
+        if set(counts) - {HERE}:
+            hosts = ", ".join(f"{host} {count}" for host, count in sorted(counts.items()))
+            found.append(f"{verb} {'to' if verb == 'shipped' else 'on'}: {hosts} of {len(checkpoints)}")
+    return found
+
+
+def _failed_shipments(store: Path, key: str) -> list[str]:
+    found = []
+    for path in sorted(store.glob(f"ship/{key}/*/.*.failure.json")):
+        with contextlib.suppress(CorruptError):
+            found.append(f"FAILED to ship to {path.parent.name}: {Failure.read(path).message}")
+    return found
 
 
 def run_at_work(results: Path) -> bool:
@@ -147,43 +215,58 @@ def _tau(path: Path) -> str:
     return ""
 
 
-def _add_training(view: View, folder: Path, watched: Watched) -> None:
-    record = holder(schedule.lease_path(folder))
-    status = schedule.read_status(folder)
-    lines = _recent(folder / "metrics.jsonl")
-    view.alive = record is not None
+def _add_training(view: View, folder: Path, watched: Watched) -> dict[int, str]:
+    """Adds how training stands; returns where checkpoints are whose receipts have not come yet, by step."""
+    heard = watched.feed.heard() if watched.feed is not None else None
+    training = heard.training if heard is not None else None
+    if training is None:
+        training = read_training(folder)
+    if heard is not None:
+        _add_silence(view, heard, age_of(folder / METRICS))
+    view.alive = training.holder is not None and not view.silent
+    lines = training.lines
     last = max(watched.steps, default=0)
-    at = max([line.step for line in lines] + ([status.step] if status is not None else []), default=0)
-    who = (
-        f"pid {record.pid}, run {record.run}, since {record.start[:19].replace('T', ' ')}"
-        if record
-        else "nobody trains"
-    )
-    view.training.append(f"step {at:,} of {last:,}; {who}")
+    at = max([line.step for line in lines] + [training.step])
+    record = training.holder
+    who = f"pid {record.pid}, run {record.run}, since {_moment(record.start)}" if record else "nobody trains"
+    view.training.append(f"step {at:,} of {last:,}{f' on {heard.host}' if heard else ''}; {who}")
     if lines:
         roles = sorted({role for line in lines for role in line.tokens_per_second})
         rates = ", ".join(f"{role} {_mean(lines, role):,.0f}" for role in roles)
         waiting = [value for line in lines for value in line.features_waiting]
         queue = f"; features waiting a drafter: {statistics.mean(waiting):.1f}" if waiting else ""
-        view.training.append(f"tok/s over the last {len(lines)} steps: {rates}{queue}")
+        view.training.append(f"tok/s over the last {number_of(len(lines), 'step')}: {rates}{queue}")
         seconds = statistics.median(line.seconds for line in lines)
         stalled = _stalled(lines)
         view.training.append(f"loss {lines[-1].loss:.4g}, {seconds:.3g} s a step{stalled}")
         if view.alive and at < last:
             view.training.append(f"training ends in about {_duration((last - at) * seconds)}")
-    if status is not None and status.alert:
-        view.training.append(f"ALERT {status.alert}")
-    marker = folder / "stop.json"
-    if marker.exists():
-        try:
-            stop = StopMarker.read(marker)
-            view.training.append(
-                f"stopped by {stop.by} at {stop.at[:19].replace('T', ' ')}; `dflash run --resume` goes on"
-            )
-        except CorruptError as error:
-            view.training.append(f"stop.json: {error.what}")
-    for path in sorted(folder.glob("failure*.json")):
-        view.training.append(f"FAILED, see {path}")
+    view.training += [f"ALERT {training.alert}"] if training.alert else []
+    view.training += [training.stop] if training.stop else []
+    told = f"{heard.host}:" if heard is not None and heard.training is not None else ""
+    view.training += [f"FAILED, see {told}{path}" for path in training.failures]
+    return dict.fromkeys(training.steps, heard.host) if heard is not None and heard.training is not None else {}
+
+
+def _add_silence(view: View, heard: Heard, kept: float | None) -> None:
+    """Says why what is shown of a training elsewhere is old, and how old. kept: the age of what had come here before."""
+    if heard.training is not None and heard.age < FRESH:
+        return
+    why = f" ({heard.trouble})" if heard.trouble else ""
+    before = f"; shown is what had come here {age_in_words(kept)} ago" if kept is not None else ""
+    if heard.training is not None:
+        view.silent = f"{heard.host} has not been heard for {age_in_words(heard.age)}{why}; shown is what it said then"
+        view.waiting = heard.training.holder is not None
+    elif heard.trouble:
+        view.silent = f"{heard.host} cannot be reached{why}{before}"
+    else:
+        view.silent = f"asking {heard.host}{before}"
+        view.waiting = heard.age < PATIENCE
+    view.training.append(view.silent)
+
+
+def _moment(time: str) -> str:
+    return time[:19].replace("T", " ")
 
 
 def _mean(lines: Sequence[MetricsLine], role: str) -> float:
@@ -202,25 +285,6 @@ def _stalled(lines: Sequence[MetricsLine]) -> str:
     return f"; waiting: {', '.join(told)}" if told else ""
 
 
-def _recent(path: Path) -> list[MetricsLine]:
-    """The last lines of the metrics that can be read."""
-    try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - TAIL))
-            texts = stream.read().decode(errors="replace").splitlines()
-    except OSError:
-        return []
-    found: list[MetricsLine] = []
-    for text in reversed(texts):
-        try:
-            found.append(MetricsLine.model_validate(json.loads(text)))
-        except ValueError:
-            continue  # torn by a kill, or cut by where the tail begins
-        if len(found) == RECENT:
-            break
-    return found[::-1]
-
-
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -232,30 +296,42 @@ def plain(view: View) -> list[str]:
     lines = [f"run {view.run}: {view.heading()}"]
     lines += [f"  {name:<28} {key}  {done} of {total}" for name, key, done, total in view.stages]
     lines += [f"  training: {text}" for text in view.training]
+    lines += [f"  {text}" for text in view.shares]
     lines += [f"  {text}" for text in _checkpoint_lines(view)]
     return lines
 
 
 def _window(view: View) -> tuple[int, int]:
     """The checkpoints around which something happens: the last that are done, and the next."""
-    reached = sum(1 for _, trained, _, _, _ in view.checkpoints if trained)
+    reached = sum(1 for item in view.checkpoints if item.trained)
     start = max(0, min(reached - MOST_STEPS + 2, len(view.checkpoints) - MOST_STEPS))
     return start, start + MOST_STEPS
 
 
-def _shown(view: View) -> list[tuple[int, bool, str, bool, str]]:
+def _shown(view: View) -> list[Checkpoint]:
     first, last = _window(view)
     return view.checkpoints[first:last]
 
 
+def _on(where: str) -> str:
+    return "" if where == HERE else f" on {where}"
+
+
+def _cell(where: str) -> str:
+    return {"": "-", HERE: "yes"}.get(where, where)
+
+
 def _checkpoint_lines(view: View) -> list[str]:
     lines = []
-    for step, trained, shipped, judged, tau in _shown(view):
-        parts = [word for word, holds in (("trained", trained), (f"shipped to {shipped}", bool(shipped))) if holds]
-        parts += ["evaluated"] if judged else []
-        lines.append(f"step {step:>7,}: {' -> '.join(parts) or 'to come'}{f', tau {tau}' if tau else ''}")
+    for item in _shown(view):
+        parts = [f"{verb}{_on(where)}" for verb, where in (("trained", item.trained),) if where]
+        parts += [f"shipped to {item.shipped}"] if item.shipped else []
+        parts += [f"evaluated{_on(item.evaluated)}"] if item.evaluated else []
+        lines.append(
+            f"step {item.step:>7,}: {' -> '.join(parts) or 'to come'}{f', tau {item.tau}' if item.tau else ''}"
+        )
     hidden = len(view.checkpoints) - len(lines)
-    return [*lines, f"and {hidden} more checkpoints"] if hidden > 0 else lines
+    return [*lines, f"and {number_of(hidden, 'more checkpoint')}"] if hidden > 0 else lines
 
 
 def table(view: View) -> Any:
@@ -274,21 +350,28 @@ def table(view: View) -> Any:
     steps = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
     for heading in ("step", "trained", "shipped to", "evaluated", "tau"):
         steps.add_column(heading, justify="right", no_wrap=True)
-    for step, trained, shipped, judged, tau in _shown(view):
-        steps.add_row(f"{step:,}", "yes" if trained else "-", shipped or "-", "yes" if judged else "-", tau or "-")
+    for item in _shown(view):
+        places = (_cell(item.trained), _cell(item.shipped), _cell(item.evaluated))
+        steps.add_row(f"{item.step:,}", *places, item.tau or "-")
     hidden = len(view.checkpoints) - min(MOST_STEPS, len(view.checkpoints))
-    more = [Text(f"and {hidden} more checkpoints", style="dim")] if hidden > 0 else []
+    more = [Text(f"and {number_of(hidden, 'more checkpoint')}", style="dim")] if hidden > 0 else []
     style = "bold green" if view.done else "bold" if view.alive else "bold yellow"
     return Group(
         Text(f"run {view.run}: {view.heading()}", style=style),
         Text(),
         stages,
         Text(),
-        *(Text(text, style="red" if text.startswith(("ALERT", "FAILED")) else "") for text in view.training),
+        *(Text(text, style=_style(text, view)) for text in [*view.training, *view.shares]),
         Text(),
         steps,
         *more,
     )
+
+
+def _style(text: str, view: View) -> str:
+    if text.startswith(("ALERT", "FAILED")):
+        return "red"
+    return "yellow" if text == view.silent else ""
 
 
 def watch(watched: Watched, stream: TextIO = sys.stdout, *, follow: bool = True, period: float = PERIOD) -> None:
@@ -301,6 +384,8 @@ def watch(watched: Watched, stream: TextIO = sys.stdout, *, follow: bool = True,
         _live(watched, stream, follow, period)
         return
     shown: list[str] = []
+    if watched.feed is not None:
+        watched.feed.wait(PATIENCE)
     while True:
         view = look(watched)
         for line in [line for line in plain(view) if line not in shown] if shown else plain(view):

@@ -12,8 +12,10 @@ from plan_store import make_folder, plan_of, stand
 from dflash.base.errors import CorruptError
 from dflash.base.records import RunManifest, StageEntry, now
 from dflash.hosts import lease
-from dflash.plan.gc import delete, find_garbage
+from dflash.plan.gc import find_garbage
 from dflash.plan.graph import Plan
+from dflash.plan.kept_code import keep_code, kept_path
+from dflash.plan.sweep import remove
 
 RESULTS = Path("results")
 
@@ -66,7 +68,7 @@ def test_a_trial_that_no_run_finished_and_no_config_asks_for_is_garbage_with_its
     assert found.path == trial.runs[0].nodes["buckets"].directory
     assert found.size == sum(path.stat().st_size for path in found.path.iterdir())
     assert found.files == 3
-    delete([found])
+    remove([found])
     assert not found.path.exists()
     assert listed(plan) == []
     assert plan.runs[0].nodes["buckets"].receipt().exists()
@@ -142,3 +144,43 @@ def test_a_manifest_that_cannot_be_read_stops_everything() -> None:
     finish(plan).write_text('{"schema_version": 1, "run"')
     with pytest.raises(CorruptError, match=r"manifest.json.*nothing is deleted"):
         find_garbage(RESULTS, plan)
+
+
+def test_an_adopted_result_stays_though_no_plan_asks_for_it() -> None:
+    old = plan_of(train={"seed": 7}).runs[0].nodes["train"]
+    old.params.write(old.directory / "params.json")
+    plan = plan_of()
+    assert listed(plan) == [f"train/{old.key}"]
+    plan.decisions.add("adopt", "train", old.key, "n" * 12, "the same numbers")
+    assert listed(plan) == []
+
+
+def test_a_copy_of_a_training_elsewhere_stays_while_that_is_at_work_or_cannot_be_asked() -> None:
+    plan = plan_of()
+    far = plan_of(train={"seed": 7}).runs[0].nodes["train"]
+    far.params.write(far.directory / "params.json")
+    assert [item.path for item in find_garbage(RESULTS, plan, {far.key})] == []
+    assert [item.path for item in find_garbage(RESULTS, plan, unsure=True)] == []
+    assert [item.path for item in find_garbage(RESULTS, plan)] == [far.directory]
+    lease.acquire([far.directory / "lease.json"], lease.new_record("cpu", far.key, "micro")).release()
+    assert [item.path for item in find_garbage(RESULTS, plan, unsure=True)] == [far.directory]
+
+
+def test_kept_code_goes_with_the_last_manifest_that_names_it() -> None:
+    plan = plan_of()
+    stand_data(plan)
+    path = finish(plan)
+    digest = keep_code(RESULTS)
+    kept = kept_path(RESULTS, digest)
+    assert [item.path for item in find_garbage(RESULTS, plan)] == [kept]
+    manifest = RunManifest.read(path)
+    manifest.model_copy(update={"code": digest}).write(path)
+    assert find_garbage(RESULTS, plan) == []
+
+
+def test_a_result_that_is_needed_again_since_it_was_listed_is_not_deleted() -> None:
+    trial = plan_of(batching={"quantiles": 1})
+    stand_data(trial)
+    (found,) = find_garbage(RESULTS, plan_of())
+    (found.path / "later").write_text("a run has begun to write")
+    assert remove([found]) == ([], [(found.path, "it has changed since it was listed")])

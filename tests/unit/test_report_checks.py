@@ -132,7 +132,7 @@ def test_files_that_stay_on_another_host_are_counted_and_not_called_lost(tmp_pat
     next(entry for entry in made.manifest.stages if entry.stage == "completions").receipts.clear()
     check = checks_of(made)["receipts"]
     assert check.standing == "holds"
-    assert "1 lie on other hosts" in check.words
+    assert "1 lies on another host and was not checked here" in check.words
 
 
 def test_kernels_that_change_in_the_middle_of_training_are_named(tmp_path: Path) -> None:

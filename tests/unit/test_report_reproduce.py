@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from dflash.base.environment import collect
 from dflash.base.errors import PermanentError
-from dflash.base.records import OutputFile, StageEntry
+from dflash.base.records import Artifact, CheckpointManifest, Lineage, OutputFile, StageEntry, TensorFact
 from dflash.report.reproduce import Verdict, compare_stage, placed_config, require_compared
 
 
-def judged(tmp_path: Path, names: list[str], recorded: Path | None) -> Verdict:
+def judged(tmp_path: Path, names: list[str], recorded: Path | None, host: str = "local") -> Verdict:
     """The verdict under tolerance on files whose recorded digest is another."""
     outputs = {"": [OutputFile(path=name, size=1, sha256="0" * 64) for name in names]}
     entry = StageEntry(name="dataset", stage="dataset", key="a" * 12, receipts={}, outputs=outputs)
+    entry.environments[""] = f"{host}/abc"
     verdict = Verdict()
     compare_stage(verdict, entry, tmp_path / "made", recorded, [], "tolerance", {})
     return verdict
@@ -42,7 +46,7 @@ def test_other_bytes_of_another_type_are_not_compared_and_not_counted(tmp_path: 
     verdict = judged(tmp_path, ["w.safetensors", "a.parquet"], made)
     assert verdict.compared == 1
     assert verdict.problems == []
-    assert "1 of 1 outputs within tolerance; 1 of other bytes not compared (a.parquet)" in verdict.lines[0]
+    assert "1 of 1 output within tolerance; 1 of other bytes not compared (a.parquet)" in verdict.lines[0]
 
 
 def test_a_verdict_on_nothing_is_refused(tmp_path: Path, made: Path) -> None:
@@ -57,3 +61,51 @@ def test_other_drafters_and_the_parent_dataset_are_found_where_the_command_was_g
     placed = placed_config(source, tmp_path / "code", tmp_path, tmp_path / "results")
     assert placed["dataset"]["parent"] == str(tmp_path / "parent.json")
     assert placed["evaluate"]["drafters"][0]["path"] == str(tmp_path / "theirs")
+
+
+def test_a_file_that_stayed_on_another_host_is_said_to_be_there(tmp_path: Path, made: Path) -> None:
+    (problem,) = judged(tmp_path, ["w.safetensors"], None, "trainbox").problems
+    assert problem.endswith("to compare values with (it was made on trainbox)")
+
+
+def far_checkpoint(tmp_path: Path, tensors: dict[str, str]) -> Verdict:
+    """The verdict on bits of a checkpoint whose file holds other bytes, and whose manifest alone came back."""
+    folder = tmp_path / "made/step_2/drafter"
+    folder.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    recorded = tmp_path / "recorded/step_2"
+    recorded.mkdir(parents=True)
+    (recorded / "manifest.json").write_text(checkpoint(tensors).model_dump_json())
+    output = OutputFile(path="step_2/drafter/model.safetensors", size=1, sha256="0" * 64)
+    entry = StageEntry(name="train", stage="train", key="a" * 12, receipts={}, outputs={"2": [output]})
+    verdict = Verdict()
+    compare_stage(verdict, entry, tmp_path / "made", tmp_path / "recorded", [2], "bitwise", {})
+    return verdict
+
+
+def checkpoint(tensors: dict[str, str]) -> CheckpointManifest:
+    facts: dict[str, Any] = {
+        name: {} for name in ("config", "params_files", "placement", "dataset", "buckets", "topology", "kernels")
+    }
+    return CheckpointManifest(
+        key="a" * 12,
+        step=2,
+        created="",
+        environment=collect(),
+        lineage=Lineage(attempts=[]),
+        tensors=[
+            TensorFact(name=name, shape=[2], dtype="float32", bytes=8, sha256=sha) for name, sha in tensors.items()
+        ],
+        drafter=Artifact(root="", files=[]),
+        state=None,
+        **facts,
+    )
+
+
+def test_weights_that_stayed_elsewhere_are_compared_tensor_by_tensor_with_what_their_manifest_says(
+    tmp_path: Path,
+) -> None:
+    ones = hashlib.sha256(torch.ones(2).numpy().tobytes()).hexdigest()
+    assert far_checkpoint(tmp_path / "same", {"w": ones}).problems == []
+    (problem,) = far_checkpoint(tmp_path / "other", {"w": "0" * 64}).problems
+    assert "tensors w differ (1 of 1)" in problem
