@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from dflash.hosts.lease import holder
 from dflash.plan.places import read_home
 
 pytestmark = pytest.mark.timeout(900 * PATIENCE)
-STEPS = {"schedule_steps": 800, "checkpoint_every": 200}
+STEPS = {"schedule_steps": 400, "checkpoint_every": 100}
 
 
 @pytest.fixture(scope="session")
@@ -67,17 +68,42 @@ def at_work(space: Spread, host: str) -> bool:
     return holder(training(space, host) / "lease.json") is not None
 
 
-def train_until(space: Spread, host: str, step: int, then: Callable[[subprocess.Popen[str]], None]) -> None:
-    """Runs until a step is saved on a host, and does something to the run."""
-    with running(space) as process:
-        wait_until(lambda: saved(space, host, step), seconds=300, what=f"step {step}")
-        then(process)
+@contextlib.contextmanager
+def trained(space: Spread, host: str, step: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs until the receipt of a step is here, and stops the clock: its trainer stands still until somebody wakes it."""
+    with running(space, *arguments) as process:
+        wait_until(lambda: any(space.results.glob(f"store/train/*/receipts/step_{step}.json")), 300, f"step {step}")
+        os.kill(trainer(space, host), signal.SIGSTOP)
+        yield process
+        os.kill(process.pid, signal.SIGINT)
+        process.communicate(timeout=60 * PATIENCE)
 
 
-def leave_it(process: subprocess.Popen[str]) -> None:
-    """Ends the controller with Ctrl-C; training goes on."""
-    os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=30 * PATIENCE)
+def trainer(space: Spread, host: str) -> int:
+    paths = sorted(training(space, host).glob("attempts/*.json"), key=lambda path: int(path.stem))
+    return int(json.loads(paths[-1].read_text())["trainer_pid"])
+
+
+def wake(space: Spread, host: str) -> None:
+    os.kill(trainer(space, host), signal.SIGCONT)
+
+
+def crash(space: Spread, host: str) -> None:
+    """Launcher and trainer are gone from one moment to the next."""
+    record = holder(training(space, host) / "lease.json")
+    assert record is not None
+    for pid in (record.pid, trainer(space, host)):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not at_work(space, host), what="a free lease")
+
+
+def stop(space: Spread, host: str) -> None:
+    """`dflash stop`, of a trainer that stands still."""
+    ending = space.start("stop", "micro")
+    wait_until(lambda: (training(space, host) / "stop.json").exists(), what="the marker")
+    wake(space, host)
+    out, _ = ending.communicate(timeout=120 * PATIENCE)
+    assert ending.returncode == 0, out
 
 
 def hosts_of_steps(space: Spread) -> dict[int, str]:
@@ -88,7 +114,7 @@ def hosts_of_steps(space: Spread) -> dict[int, str]:
 def assert_equal(space: Spread, undisturbed: Spread) -> None:
     """The same batches in the same steps, and the same weights, wherever they were trained."""
     assert batch_ids(space.results / "store") == batch_ids(undisturbed.results / "store")
-    for step in (200, 400, 600, 800):
+    for step in (100, 200, 300, 400):
         receipt, other = (
             Receipt.read(w.train_directory() / f"receipts/step_{step}.json") for w in (space, undisturbed)
         )
@@ -100,54 +126,49 @@ def assert_equal(space: Spread, undisturbed: Spread) -> None:
 def test_a_training_goes_on_on_another_host_and_its_weights_are_those_of_an_undisturbed_run(
     space: Spread, undisturbed: Spread
 ) -> None:
-    train_until(space, "trainbox", 200, leave_it)
+    with trained(space, "trainbox", 100):
+        pass
     space.write_hosts(gpu="spare")
     refused = space.call("run", expect=1)
     assert "trainbox" in refused.stderr
     assert "dflash stop micro" in refused.stderr
     assert not list(space.store("spare").glob("train/*"))
-    wait_until(lambda: saved(space, "trainbox", 400), seconds=300, what="a checkpoint that has no receipt yet")
-    space.call("stop", "micro")
-    assert not at_work(space, "trainbox")
+    wake(space, "trainbox")
+    wait_until(lambda: saved(space, "trainbox", 200), 300, "a checkpoint that has no receipt yet")
+    os.kill(trainer(space, "trainbox"), signal.SIGSTOP)
+    stop(space, "trainbox")
     assert "--resume" in space.call("run", expect=1).stderr
     space.call("run", "--resume")
     assert_equal(space, undisturbed)
-    assert hosts_of_steps(space)[200] == "trainbox"
-    assert hosts_of_steps(space)[800] == "spare"
+    assert hosts_of_steps(space) == {100: "trainbox", 200: "spare", 300: "spare", 400: "spare"}
     assert sorted(path.stem for path in training(space, "spare").glob("attempts/*.json")) == ["1", "2"]
     assert not [path.name for path in training(space, "spare").iterdir() if "arriving" in path.name]
-    assert saved(space, "trainbox", 200), "the old host's copy stays"
+    assert saved(space, "trainbox", 100), "the old host's copy stays"
     assert space.reruns() == []
 
 
 def test_from_this_machine_to_another_and_back(space: Spread, undisturbed: Spread) -> None:
     space.write_hosts(gpu="local")
-    train_until(space, "local", 200, lambda process: stop(space, process))
+    with trained(space, "local", 100):
+        stop(space, "local")
     space.write_hosts(gpu="trainbox")
     plain = space.snakemake(expect=None)
     assert plain.returncode != 0
     assert "`dflash run` carries it over to trainbox" in plain.stderr
-    with running(space, "--resume") as process:
-        wait_until(lambda: saved(space, "trainbox", 400), seconds=300, what="step 400")
-        stop(space, process)
-    assert read_home(space.train_directory()).place == "trainbox"  # type: ignore[union-attr]
+    with trained(space, "trainbox", 200, "--resume"):
+        stop(space, "trainbox")
     space.write_hosts(gpu="local")
     space.call("run", "--resume")
     assert_equal(space, undisturbed)
-    assert hosts_of_steps(space)[200] == "local"
-    assert hosts_of_steps(space)[800] == "local"
+    assert hosts_of_steps(space) == {100: "local", 200: "trainbox", 300: "local", 400: "local"}
     assert not (training(space, "local") / "moved.json").exists()
     assert (training(space, "trainbox") / "moved.json").exists()
 
 
-def stop(space: Spread, process: subprocess.Popen[str]) -> None:
-    space.call("stop", "micro")
-    process.communicate(timeout=60 * PATIENCE)
-
-
 def test_what_lives_on_a_host_that_is_down_is_not_begun_anew(space: Spread, undisturbed: Spread) -> None:
-    train_until(space, "trainbox", 200, leave_it)
-    space.kill_trainers()
+    with trained(space, "trainbox", 100):
+        pass
+    crash(space, "trainbox")
     space.more["trainbox"] = {"port": free_port()}
     space.write_hosts(gpu="spare")
     refused = space.call("run", expect=1)
@@ -158,7 +179,7 @@ def test_what_lives_on_a_host_that_is_down_is_not_begun_anew(space: Spread, undi
     del space.more["trainbox"]
     space.write_hosts(gpu="spare")
     space.call("run")
-    assert hosts_of_steps(space)[800] == "spare"
+    assert hosts_of_steps(space)[400] == "spare"
     assert_equal(space, undisturbed)
 
 
@@ -180,56 +201,56 @@ MOMENTS: list[tuple[str, Callable[[Spread], bool]]] = [
 def test_a_controller_killed_at_any_moment_of_the_move_leaves_it_to_the_next_run(
     space: Spread, undisturbed: Spread
 ) -> None:
-    train_until(space, "trainbox", 200, leave_it)
-    space.kill_trainers()
+    with trained(space, "trainbox", 100):
+        pass
+    crash(space, "trainbox")
     space.write_hosts(gpu="spare")
     for what, reached in MOMENTS:
         with running(space) as process:
             wait_until(lambda: reached(space), seconds=120, what=what)  # noqa: B023
-            children = snakemakes(process.pid)
-            os.kill(process.pid, signal.SIGKILL)
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-        assert (training(space, "trainbox") / "moved.json").exists() or not saved(space, "spare", 200)
+            for pid in (process.pid, *snakemakes(process.pid)):
+                os.kill(pid, signal.SIGKILL)
+        assert (training(space, "trainbox") / "moved.json").exists() or not saved(space, "spare", 100)
     space.call("run")
-    assert hosts_of_steps(space)[800] == "spare"
+    assert hosts_of_steps(space)[400] == "spare"
     assert_equal(space, undisturbed)
     assert not moving(space)
 
 
-def test_a_move_that_was_begun_is_taken_back_with_the_role_and_the_old_host_refuses_after_it_arrived(
+def test_a_move_that_cannot_be_finished_is_taken_back_with_the_role_and_one_that_was_made_leaves_no_second_training(
     space: Spread, undisturbed: Spread
 ) -> None:
-    train_until(space, "trainbox", 200, leave_it)
-    space.kill_trainers()
-    (space.workdir("spare")).mkdir(parents=True, exist_ok=True)
-    store = space.workdir("spare") / "results"
-    store.write_text("no folder: nothing can arrive")
+    with trained(space, "trainbox", 100):
+        pass
+    crash(space, "trainbox")
+    space.workdir("spare").mkdir(parents=True)
+    (space.workdir("spare") / "results").write_text("a file: nothing can arrive")
     space.write_hosts(gpu="spare")
     space.call("run", expect=1)
     assert (training(space, "trainbox") / "moved.json").exists()
-    store.unlink()
+    (space.workdir("spare") / "results").unlink()
     space.write_hosts(gpu="trainbox")
-    train_until(space, "trainbox", 400, leave_it)
-    space.call("stop", "micro")
+    with trained(space, "trainbox", 200):
+        stop(space, "trainbox")
+    assert not moving(space)
     space.write_hosts(gpu="spare")
-    train_until_resumed = space.start("run", "--resume")
-    wait_until(lambda: saved(space, "spare", 600), seconds=300, what="step 600 on spare")
-    leave_it(train_until_resumed)
-    space.kill_trainers()
-    fresh = second_store(space)
-    fresh.write_hosts(gpu="trainbox")
-    refused = fresh.call("run", expect=1)
+    with trained(space, "spare", 300, "--resume"):
+        pass
+    crash(space, "spare")
+    forgetful = without_results(space)
+    refused = forgetful.call("run", expect=1)
     assert "was carried over from here to `spare`" in refused.stderr
     space.call("run")
+    assert hosts_of_steps(space)[400] == "spare"
     assert_equal(space, undisturbed)
 
 
-def second_store(space: Spread) -> Spread:
-    """A controller that has lost its results: what it knows of a training is what the hosts say."""
+def without_results(space: Spread) -> Spread:
+    """A controller that has lost its results, with the role where it was at first."""
     folder = space.folder.parent / "other"
     shutil.copytree(space.folder, folder, ignore=shutil.ignore_patterns("results", ".snakemake"))
-    other = Spread(folder, space.cache, config=json.loads(json.dumps(space.config)), servers=space.servers)
-    other.roles = dict(space.roles)
+    config = json.loads(json.dumps(space.config))
+    other = Spread(folder, space.cache, config=config, servers=space.servers, roles={**space.roles, "gpu": "trainbox"})
     copy_upstream(space, other)
+    other.write_hosts()
     return other
