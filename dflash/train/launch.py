@@ -315,6 +315,7 @@ def train_segment(directory: Path, store: Path, placement: Path, run: str, step:
     if schedule.exists(directory, step):
         return
     refuse_stopped(directory)
+    refuse_moved(directory)
     schedule.merge_steps(directory, [step])
     _refuse_known_failure(directory, invocation_id(None))
     argv = _launcher_command(directory, store, placement, run, invocation_id(None))
