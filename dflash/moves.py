@@ -32,6 +32,7 @@ from dflash.plan.places import (
     begun_at,
     home_path,
     is_moved,
+    not_here,
     planned_place,
     read_home,
     training_place,
@@ -66,12 +67,10 @@ def refuse_moved(plan: Plan) -> None:
         PermanentError: names both hosts.
     """
     for node in moved_trainings(plan):
-        here = planned_place(plan, node)
-        raise PermanentError(
-            f"training {node.key} was begun on {begun_at(plan, node)}, and roles.gpu is {here} now",
-            where=_where(plan, node),
-            remedy=f"`dflash run` carries it over to {here}; or set the role back.",
-        )
+        home = read_home(node.directory)
+        under_way = home.moving if home is not None else None
+        place, here = training_place(plan, node), planned_place(plan, node)
+        raise not_here(node.key, place, under_way, here, _where(plan, node))
 
 
 def _where(plan: Plan, node: Node) -> str:

@@ -38,7 +38,7 @@ from dflash.hosts.code import send_code
 from dflash.hosts.host import Host
 from dflash.hosts.inventory import load_inventory
 from dflash.hosts.lease import CLONE, USER, clone_name, user_name
-from dflash.plan.places import Home, home_path, read_home
+from dflash.plan.places import Home, home_path, not_here, read_home
 from dflash.runner import INVOCATION, Job, beside_copies, changed_inputs
 from dflash.stages import BY_NAME
 
@@ -263,11 +263,7 @@ def _at_home(job: Job) -> Iterator[None]:
     place = str(job.placement["host"])
     home = read_home(job.directory)
     if home is not None and (home.place != place or home.moving is not None):
-        raise PermanentError(
-            f"training {job.directory.name} lives on {home.place}, and roles.gpu is {place} now",
-            where=str(home_path(job.directory)),
-            remedy=f"`dflash run` carries it over to {place}; or set the role back.",
-        )
+        raise not_here(job.directory.name, home.place, home.moving, place, str(home_path(job.directory)))
     if home is None:
         Home(place=place).write(home_path(job.directory))
     try:

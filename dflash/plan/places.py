@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.base.errors import CorruptError
+from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.files import read_json
 from dflash.base.records import Receipt, Record
 from dflash.hosts.inventory import Inventory
@@ -136,6 +136,21 @@ def is_moved(plan: Plan, node: Node) -> bool:
     home = read_home(node.directory)
     return begun_at(plan, node) not in (None, planned_place(plan, node)) or (
         home is not None and home.moving is not None
+    )
+
+
+def not_here(key: str, place: str, moving: Moving | None, here: str, where: str) -> PermanentError:
+    """What is said to whoever would train where a training does not live, or while it moves."""
+    if place == here and moving is not None:
+        return PermanentError(
+            f"training {key} is on its way from {place} to {moving.to}",
+            where=where,
+            remedy="`dflash run` brings it to where roles.gpu says.",
+        )
+    return PermanentError(
+        f"training {key} was begun on {place}, and roles.gpu is {here} now",
+        where=where,
+        remedy=f"`dflash run` carries it over to {here}; or set the role back.",
     )
 
 

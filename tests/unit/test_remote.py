@@ -116,8 +116,8 @@ def test_where_a_training_lives_is_noted_before_its_host_is_asked_unless_it_was_
 
 def test_a_training_is_not_asked_for_where_it_does_not_live_or_while_it_moves(tmp_path: Path) -> None:
     Home(place="a").write(home_path(tmp_path))
-    with pytest.raises(PermanentError, match=r"lives on a, and roles\.gpu is b now"):
+    with pytest.raises(PermanentError, match=r"was begun on a, and roles\.gpu is b now"):
         ask_a(tmp_path, host="b")
     Home(place="a", moving=Moving(to="b", token="t")).write(home_path(tmp_path))
-    with pytest.raises(PermanentError, match="`dflash run` carries it over"):
+    with pytest.raises(PermanentError, match="is on its way from a to b"):
         ask_a(tmp_path)
