@@ -37,7 +37,7 @@ from dflash.plan.places import (
     read_home,
     training_place,
 )
-from dflash.remote import STORE, LinkLost, ask, raise_error
+from dflash.remote import STORE, LinkLost, Unreachable, ask, raise_error
 from dflash.ship.ship import ship
 from dflash.shipments import ATTEMPTS, IDLE
 from dflash.stages import BY_NAME
@@ -210,9 +210,9 @@ class _Move:
             "run": self.run,
         }
         self._write(under_way.model_copy(update={"asked": True}))
-        refused = self._take_in(under_way.to, asked)
+        refused = self._take_in(under_way, asked)
         if refused is not None:
-            self._write(under_way)
+            self._write(under_way.model_copy(update={"asked": False}))
             raise refused
         origin = self.home.place
         self.home = Home(place=under_way.to)
@@ -223,19 +223,21 @@ class _Move:
             flush=True,
         )
 
-    def _take_in(self, place: str, asked: dict[str, Any]) -> DflashError | None:
-        """Returns why the new host did not take it in, when it says that it did not.
+    def _take_in(self, under_way: Moving, asked: dict[str, Any]) -> DflashError | None:
+        """Returns why the new host did not take it in, when it says that it did not, or was never asked.
 
         Raises:
             DflashError: it gave no answer, so nobody knows.
         """
+        place = under_way.to
+        host = _host(self.plan, self.node, place)
+        if place == LOCAL:
+            return self._take_in_here(asked)
         try:
-            if place == LOCAL:
-                moving.arrive(self.node.directory, self.plan.store, **asked, forget_stop=False)
-                return None
-            host = _host(self.plan, self.node, place)
             answer, _ = ask(host, BY_NAME["train"].role, {"do": "arrive", "key": self.node.key, **asked}, {})
         except LinkLost as error:
+            if isinstance(error, Unreachable) and not under_way.asked:
+                return error
             raise TransientError(
                 f"whether training {self.node.key} has arrived on {place} is not known: {error.what}",
                 where=_where(self.plan, self.node),
@@ -243,6 +245,13 @@ class _Move:
             ) from error
         try:
             raise_error(answer, host)
+        except DflashError as error:
+            return error
+        return None
+
+    def _take_in_here(self, asked: dict[str, Any]) -> DflashError | None:
+        try:
+            moving.arrive(self.node.directory, self.plan.store, **asked, forget_stop=False)
         except DflashError as error:
             return error
         return None

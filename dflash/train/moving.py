@@ -235,15 +235,14 @@ def arrive(directory: Path, store: Path, *, origin: str, token: str, root: str, 
         forget_stop: remove a stop marker that an earlier stay has left here.
 
     Raises:
-        PermanentError: a trainer is at work here, a training of this key began here by itself, or it has left again.
+        PermanentError: a trainer is at work here, or a training of this key began here by itself.
         CorruptError: what was shipped is not here, or has other bytes.
     """
     with _held(directory, run):
         moved, arrived = read_moved(directory), read_arrived(directory)
-        if arrived is not None and arrived.token == token:
-            if moved is not None and moved.token != token:
-                launch.refuse_moved(directory)
-        else:
+        if arrived is not None and arrived.token == token and moved is not None and moved.token != token:
+            return  # it arrived, and has left again since
+        if arrived is None or arrived.token != token:
             _refuse_own(directory, moved)
             if require_receipt(directory / ARRIVING).root != root:
                 raise CorruptError("another shipment lies there than the one that was sent", where=str(directory))

@@ -245,6 +245,31 @@ def test_a_move_that_cannot_be_finished_is_taken_back_with_the_role_and_one_that
     assert_equal(space, undisturbed)
 
 
+def test_a_role_that_moved_and_a_checkpoint_damaged_on_the_old_host_are_mended_by_one_run(
+    tmp_path: Path, servers: dict[str, Sshd], finished_run: Workspace
+) -> None:
+    space = make_spread(tmp_path / "all/work", finished_run.cache, servers)
+    copy_upstream(finished_run, space)
+    space.write_hosts(eval="local")
+    space.call("run")
+    weights = training(space, "trainbox") / "step_4/drafter/model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for path in (
+        *space.results.glob("store/evaluate/*/step_4.json"),
+        *space.results.glob("store/ship/*/local/step_4.json"),
+    ):
+        path.unlink()
+    space.write_hosts(gpu="spare")
+    assert "--recompute train" in space.call("run", expect=1).stderr
+    space.call("run", "--recompute", "train")
+    assert hosts_of_steps(space)[4] == "spare"
+    assert (training(space, "spare") / "step_4/drafter/model.safetensors").read_bytes() == whole
+    assert space.reruns() == []
+    table = "runs/micro/latest/evaluations.csv"
+    assert (space.results / table).read_bytes() == (finished_run.results / table).read_bytes()
+
+
 def without_results(space: Spread) -> Spread:
     """A controller that has lost its results, with the role where it was at first."""
     folder = space.folder.parent / "other"
