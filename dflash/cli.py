@@ -197,13 +197,13 @@ def _training_of(
     run_name: str, configfile: list[Path] | None
 ) -> tuple[Path, Callable[[dict[str, Any]], dict[str, Any]] | None]:
     """The folder of a run's training, which has begun, and what asks its host when that is another machine."""
-    from dflash.plan.places import LOCAL, planned_place
+    from dflash.plan.places import LOCAL, training_place
 
     made, planned = _planned(run_name, configfile)
     node = planned.nodes["train"]
     if not node.directory.is_dir():
         raise PermanentError(f"run {run_name} has not begun to train", where=str(node.directory))
-    place = planned_place(made, node)
+    place = training_place(made, node)
     if place == LOCAL:
         return node.directory, None
     from dflash.remote import of_training

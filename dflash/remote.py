@@ -18,7 +18,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from dflash.hosts.code import send_code
 from dflash.hosts.host import Host
 from dflash.hosts.inventory import load_inventory
 from dflash.hosts.lease import CLONE, USER, clone_name, user_name
+from dflash.plan.places import Home, home_path, not_here, read_home
 from dflash.runner import INVOCATION, Job, beside_copies, changed_inputs
 from dflash.stages import BY_NAME
 
@@ -242,11 +243,36 @@ def run_there(job: Job) -> Receipt:
         (job.directory / "attempts").mkdir(exist_ok=True)  # planning sees that it has begun
         request["have"] = _have(job.store, document.key)
     limit = None if job.stage.name == "train" else ATTEMPTS
-    answer, back = persist(host, progress.say, lambda: ask(host, role, request, files), limit)
+    with _at_home(job):
+        answer, back = persist(host, progress.say, lambda: ask(host, role, request, files), limit)
     receipts = {name: content for name, content in back.items() if _is_receipt(name, job)}
     bundle.place(_into_store(answer, back, job.store, without=receipts), job.store)
     raise_error(answer, host)
     return _accept(job, document, receipts, host)
+
+
+@contextlib.contextmanager
+def _at_home(job: Job) -> Iterator[None]:
+    """Notes where a training lives before its host is asked for the first time; a host that was never reached has nothing.
+
+    Raises:
+        PermanentError: it lives elsewhere.
+    """
+    if job.stage.name != "train":
+        yield
+        return
+    place = str(job.placement["host"])
+    home = read_home(job.directory)
+    if home is not None and (home.place != place or home.moving is not None):
+        raise not_here(job.directory.name, home.place, home.moving, place, str(home_path(job.directory)))
+    if home is None:
+        Home(place=place).write(home_path(job.directory))
+    try:
+        yield
+    except Unreachable:
+        if home is None:
+            home_path(job.directory).unlink()
+        raise
 
 
 def _placement(job: Job) -> tuple[dict[str, Any], dict[str, bytes]]:

@@ -34,7 +34,7 @@ from dflash.plan.costly import decide_recompute, require_decisions
 from dflash.plan.explain import reasons
 from dflash.plan.graph import Node, Plan, build_plan
 from dflash.plan.links import relink_latest
-from dflash.plan.places import LOCAL, made_at, place_of, planned_place
+from dflash.plan.places import LOCAL, begun_at, is_moved, place_of, planned_place, training_place
 from dflash.plan.verify import CheckThere, find_damage, retire
 from dflash.plan.workflow import ACCEPT_ENV, DEFAULT_CONFIG
 from dflash.runner import INVOCATION, controller_identity, process_start
@@ -126,6 +126,7 @@ def _run_locked(plan: Plan, options: RunOptions) -> int:
                 break
             if not damages:
                 _announce(plan)
+            _carry_over(plan)
             started = time.time()
             status = run_snakemake(plan, options, descriptor)
             if status != 0:
@@ -143,17 +144,19 @@ def _trainings(plan: Plan) -> dict[str, Callable[[], dict[str, Any]]]:
     """What says how each unfinished training is, here or on its host."""
     from dflash.train.launch import health
 
-    def far(node: Node, place: str) -> dict[str, Any]:
+    def look(node: Node) -> dict[str, Any]:
+        place = training_place(plan, node)
+        if place == LOCAL:
+            return health(node.directory)
         from dflash.remote import of_training
 
         return of_training(plan.config.inventory.get(place), plan.store, node.key, {"do": "training"})
 
-    found: dict[str, Callable[[], dict[str, Any]]] = {}
-    for node in plan.nodes.values():
-        if node.stage.name == "train" and node.missing():
-            place = planned_place(plan, node)
-            found[node.runs[0]] = partial(health, node.directory) if place == LOCAL else partial(far, node, place)
-    return found
+    return {
+        node.runs[0]: partial(look, node)
+        for node in plan.nodes.values()
+        if node.stage.name == "train" and node.missing()
+    }
 
 
 def detach(options: RunOptions, arguments: Sequence[str]) -> int:
@@ -235,33 +238,45 @@ def print_plan(plan: Plan) -> None:
         state = "fresh" if not missing else f"{missing} of {total} to make" if total > 1 else "to make"
         reason = why.get((stage, key), "")
         print(f"{node.name:<28} {key}  {state:<18} {reason}".rstrip())
+    for node in plan.nodes.values():
+        if is_moved(plan, node):
+            print(
+                f"training {node.key} lives on {begun_at(plan, node)}; `dflash run` carries it over to {planned_place(plan, node)}"
+            )
 
 
 def require_reachable(plan: Plan) -> None:
-    """Refuses scheduled steps that a training has passed without saving them, and a training that would begin anew on
-    another host than the one that has its checkpoints.
+    """Refuses scheduled steps that a training has passed without saving them.
 
     Raises:
-        PermanentError: names the steps, how far training is, and the steps that exist; or both hosts.
+        PermanentError: names the steps, how far training is, and the steps that exist.
     """
     from dflash.train.schedule import refuse_passed
 
     for node in plan.nodes.values():
         if node.stage.name == "train" and node.directory.is_dir():
             refuse_passed(node.directory, [step for step in node.steps if not node.receipt(step).exists()])
-            _refuse_moved(plan, node)
 
 
-def _refuse_moved(plan: Plan, node: Node) -> None:
-    here = planned_place(plan, node)
-    for step in node.steps if node.missing() else ():
-        begun = made_at(plan, node, step)  # of a step that is missing, where it is planned
-        if begun != here:
-            raise PermanentError(
-                f"training {node.key} was begun on {begun}, and roles.gpu is {here} now",
-                where=str(plan.config.inventory.file or node.directory),
-                remedy=f"Set the role back, or move {node.directory} away to train anew.",
-            )
+def require_ready(plan: Plan) -> None:
+    """What the workflow itself, which moves nothing, must be sure of; see `require_reachable`.
+
+    Raises:
+        PermanentError: as there; or a training lives on another host than its role names.
+    """
+    require_reachable(plan)
+    if any(is_moved(plan, node) for node in plan.nodes.values()):
+        from dflash.moves import refuse_moved
+
+        refuse_moved(plan)
+
+
+def _carry_over(plan: Plan) -> None:
+    """Carries trainings over to where their role runs now."""
+    if any(is_moved(plan, node) for node in plan.nodes.values()):
+        from dflash.moves import carry_over
+
+        carry_over(plan)
 
 
 def check_elsewhere(plan: Plan, deep: bool = False) -> CheckThere | None:
@@ -294,11 +309,10 @@ def check_elsewhere(plan: Plan, deep: bool = False) -> CheckThere | None:
 
 def _resume_there(plan: Plan, node: Node) -> None:
     """Removes the stop marker of a training on another host."""
-    from dflash.remote import of_training
+    if training_place(plan, node) != LOCAL and node.missing():
+        from dflash.moves import ask_home
 
-    place = planned_place(plan, node)
-    if place != LOCAL and node.missing():
-        of_training(plan.config.inventory.get(place), plan.store, node.key, {"do": "resume"})
+        ask_home(plan, node, {"do": "resume"})
 
 
 def _stopped(plan: Plan, *, resume: bool) -> None:

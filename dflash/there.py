@@ -28,13 +28,20 @@ from dflash import bundle
 from dflash.base.errors import CorruptError, DflashError, PermanentError
 from dflash.base.files import DigestCache, sha256_file, write_atomically
 from dflash.base.records import Receipt
-from dflash.base.store import checkpoint_directory, stage_directory, stays_there
+from dflash.base.store import (
+    checkpoint_directory,
+    read_params,
+    receipt_path,
+    shipped_directory,
+    stage_directory,
+    stays_there,
+)
 from dflash.plan import sweep
 from dflash.plan.verify import retire_checkpoints
 from dflash.runner import Job, changed_inputs, quiet_libraries, run_job
 from dflash.ship.receipt import content_root, require_receipt
 from dflash.stages import BY_NAME
-from dflash.train import launch, schedule
+from dflash.train import launch, moving, schedule
 
 STORE = Path("results/store")
 """The store of a host, in its workdir."""
@@ -79,6 +86,8 @@ def do_stage(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[
     _note_asker(root, str(request.get("asker") or ""))
     try:
         _recheck(job)
+        if job.stage.name == "train":
+            _retire_unfit(job)
         with quiet_libraries():
             receipt = run_job(job)
     except DflashError as error:
@@ -116,16 +125,50 @@ def _recheck(job: Job) -> None:
     faults += [f"its input {name} has other content now" for name in changed_inputs(job, receipt, shipped)]
     if not faults:
         return
-    if job.stage.name == "train" and launch.lease.holder(schedule.lease_path(job.directory)) is not None:
-        raise PermanentError(
-            f"its checkpoints must be made again ({faults[0]}), but its trainer is at work",
-            where=job.label,
-            remedy="End it with `dflash stop`, then run again with `--resume`.",
-        )
+    if job.stage.name == "train":
+        _refuse_at_work(job, faults[0])
     mark = f"retired-{time.time_ns()}"
     job.receipt.replace(job.receipt.with_name(f"{job.receipt.name}.{mark}"))
     if job.stage.name == "train" and job.step is not None:
         retire_checkpoints(job.directory, job.step, mark)
+
+
+def _refuse_at_work(job: Job, why: str) -> None:
+    if launch.lease.holder(schedule.lease_path(job.directory)) is not None:
+        raise PermanentError(
+            f"its checkpoints must be made again ({why}), but its trainer is at work",
+            where=job.label,
+            remedy="End it with `dflash stop`, then run again with `--resume`.",
+        )
+
+
+def _retire_unfit(job: Job) -> None:
+    """Retires checkpoints without a receipt that cannot lead to the step that is asked for: made from other inputs than those
+    that are here now, or later than a step that stayed on an earlier host and is no longer whole there.
+
+    Raises:
+        PermanentError: its trainer is at work.
+    """
+    if job.receipt.exists() or job.step is None or not job.directory.is_dir():
+        return
+    inputs = _input_digests(job)
+    if not moving.fits(job.directory, inputs):
+        _refuse_at_work(job, "its inputs have other content now")
+        moving.retire_unfit(job.directory, inputs)
+    if moving.left_behind(job.directory, job.step):
+        _refuse_at_work(job, f"step {job.step} is no longer whole where it was made")
+        retire_checkpoints(job.directory, job.step, f"retired-{time.time_ns()}")
+
+
+def _input_digests(job: Job) -> dict[str, str]:
+    """`moving.input_digest` of the inputs that are here."""
+    found = {}
+    for name, key in read_params(job.directory).upstream.items():
+        folder = shipped_directory if name in job.placement.get("shipped", ()) else stage_directory
+        path = receipt_path(folder(job.store, name, key), name)
+        if path.exists():
+            found[name] = moving.input_digest(Receipt.read(path))
+    return found
 
 
 def _fault(path: Path, size: int, sha256: str, cache: DigestCache | None = None) -> str:
@@ -216,6 +259,32 @@ def do_resume(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list
     return {}, []
 
 
+def do_leave(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """Lets a training go to another host; the answer's file lists what goes along."""
+    store = root / STORE
+    directory = stage_directory(store, "train", request["key"])
+    asked = {name: request[name] for name in ("to", "token", "run", "receipted", "inputs")}
+    listed = directory / f"{moving.LEAVING}.json"
+    write_atomically(listed, moving.leave(directory, store, **asked).model_dump_json())
+    return {}, [listed]
+
+
+def do_stay(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """Takes `leave` back."""
+    directory = stage_directory(root / STORE, "train", request["key"])
+    moving.stay(directory, token=request["token"], run=request["run"])
+    return {}, []
+
+
+def do_arrive(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """Takes in a training that was shipped here."""
+    store = root / STORE
+    directory = stage_directory(store, "train", request["key"])
+    asked = {name: request[name] for name in ("origin", "token", "root", "run")}
+    moving.arrive(directory, store, **asked, forget_stop=True)
+    return {}, []
+
+
 def do_checkpoint(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
     """Has a trainer save its next step."""
     directory = stage_directory(root / STORE, "train", request["key"])
@@ -298,6 +367,9 @@ ACTIONS: dict[str, Callable[[Path, dict[str, Any]], tuple[dict[str, Any], list[P
     "view": do_view,
     "stop": do_stop,
     "resume": do_resume,
+    "leave": do_leave,
+    "stay": do_stay,
+    "arrive": do_arrive,
     "checkpoint": do_checkpoint,
     "training": do_training,
     "rehearse": do_rehearse,

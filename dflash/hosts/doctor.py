@@ -53,6 +53,7 @@ class Checkup:
 
     facts: `reachable`, `seconds_a_command`, `pinned` (hop -> bool), `clock_skew`, `clock_uncertainty` (seconds), `python`,
         `machine` (see `dflash.hosts.machine`), `numeric` (see `dflash.model.selftest`).
+    further: what is known of the interpreter of another computing role, where the hosts file names one of its own.
     """
 
     host: str
@@ -61,6 +62,7 @@ class Checkup:
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    further: list[Checkup] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -70,6 +72,7 @@ class Checkup:
             **self.facts,
             "problems": self.problems,
             "notes": self.notes,
+            **({"further": {one.roles[0]: one.facts for one in self.further}} if self.further else {}),
         }
 
 
@@ -103,12 +106,16 @@ def examine(inventory: Inventory, host_id: str) -> Checkup:
             return checkup
         with telling(say, "reachable; looking at the machine", START_TIMEOUT):
             code = send_code(host)
-            python = _python(checkup, host)
+            (role, named), *others = _interpreters(checkup, host)
+            python = _python(checkup, host, named)
             _machine(checkup, host, code, python)
         if python is not None:
             _clock(checkup, host, python)
             with telling(say, "testing the kernels", TEST_TIMEOUT):
                 _numeric(checkup, host, code, python)
+        for role, named in others:
+            with telling(say, f"testing the kernels of {named}", TEST_TIMEOUT):
+                _further(checkup, host, code, role, named)
     except DflashError as error:
         checkup.problems.append(error.message())
     return checkup
@@ -136,6 +143,25 @@ def telling(say: Callable[[str], None], doing: str, limit: float) -> Iterator[No
         teller.join()
 
 
+def _interpreters(checkup: Checkup, host: Host) -> list[tuple[str, str]]:
+    """The computing roles of a host that have an interpreter of their own, each with it; at least one."""
+    found: dict[str, str] = {}
+    for role in [role for role in checkup.roles if role in COMPUTING] or [""]:
+        found.setdefault(host.python(role), role)
+    return [(role, python) for python, role in found.items()]
+
+
+def _further(checkup: Checkup, host: Host, code: Path, role: str, named: str) -> None:
+    """Looks at the interpreter of one more role."""
+    part = Checkup(checkup.host, (role,), checkup.device)
+    checkup.further.append(part)
+    python = _python(part, host, named)
+    if python is not None:
+        _numeric(part, host, code, python)
+    checkup.problems += [f"for {role}: {problem}" for problem in part.problems]
+    checkup.notes += [f"for {role}: {note}" for note in part.notes]
+
+
 def _reach(checkup: Checkup, inventory: Inventory, host: Host) -> None:
     route = inventory.route(host.id)
     checkup.facts["pinned"] = {hop.name: bool(pinned_keys(hop)) for hop in route}
@@ -146,10 +172,8 @@ def _reach(checkup: Checkup, inventory: Inventory, host: Host) -> None:
     checkup.facts["seconds_a_command"] = round(time.monotonic() - started, 3)
 
 
-def _python(checkup: Checkup, host: Host) -> str | None:
-    """The interpreter of the host's computing role, when there is one that is new enough."""
-    role = next((role for role in checkup.roles if role in COMPUTING), "")
-    python = host.python(role)
+def _python(checkup: Checkup, host: Host, python: str) -> str | None:
+    """The interpreter, when there is one and it is new enough."""
     checkup.facts["python"] = {"executable": python, "version": None}
     remedy = f"Make the environment with `dflash hosts setup {host.id}`, or name an interpreter in `python`"
     try:
@@ -298,11 +322,18 @@ def numeric_fields(checkup: Checkup) -> dict[str, str] | None:
     return found
 
 
+def _computing(checkups: Sequence[Checkup]) -> dict[str, dict[str, str]]:
+    """`numeric_fields` of all that computes, as far as they are known, by host; by `host (role)` of a further interpreter."""
+    parts = [(one.host, one) for one in checkups]
+    parts += [(f"{part.host} ({part.roles[0]})", part) for one in checkups for part in one.further]
+    return {
+        name: fields for name, part in parts if (fields := numeric_fields(part)) and set(part.roles) & set(COMPUTING)
+    }
+
+
 def differing_fields(checkups: Sequence[Checkup]) -> dict[str, dict[str, str | None]]:
     """Field -> host -> value of everything that decides numbers and is not the same on the hosts that compute."""
-    computing = {
-        one.host: fields for one in checkups if (fields := numeric_fields(one)) and set(one.roles) & set(COMPUTING)
-    }
+    computing = _computing(checkups)
     names = sorted({name for fields in computing.values() for name in fields})
     found = {name: {host: fields.get(name) for host, fields in computing.items()} for name in names}
     return {name: values for name, values in found.items() if len(set(values.values())) > 1}
@@ -338,9 +369,9 @@ def render(checkups: Sequence[Checkup]) -> str:
         lines.append("")
         lines.append(f"differs: {name}")
         lines += [f"  {host:<15} {value or 'absent'}" for host, value in values.items()]
-    computing = [one for one in checkups if set(one.roles) & set(COMPUTING) and numeric_fields(one)]
+    computing = _computing(checkups)
     if len(computing) > 1 and not differ:
-        lines += ["", f"{' and '.join(one.host for one in computing)} would compute the same hidden states"]
+        lines += ["", f"{' and '.join(computing)} would compute the same hidden states"]
     return "\n".join(lines)
 
 
@@ -362,6 +393,10 @@ def _rows(checkup: Checkup) -> list[tuple[str, str]]:
         rows += _machine_rows(facts["machine"])
     if "numeric" in facts:
         rows += _numeric_rows(facts["numeric"], checkup.device)
+    for part in checkup.further:
+        python = part.facts["python"]
+        rows.append((f"for {part.roles[0]}", f"python {python['version'] or 'none'} ({python['executable']})"))
+        rows += _numeric_rows(part.facts["numeric"], part.device) if "numeric" in part.facts else []
     return rows + [("note", note) for note in checkup.notes] + [("PROBLEM", problem) for problem in checkup.problems]
 
 

@@ -5,6 +5,10 @@ needs a result of another host reads a verified copy of it, a shipment:
 
     <store>/ship/<key>/<host>/receipt.json, step_<n>.json      the record that the copy is in place
 
+A training is more than its receipts: it lives at one place, its home, until `dflash run` has carried it over to another:
+
+    <store>/train/<key>/home.json                              where it lives, and where it is being carried to
+
 Hosts that are this machine count as one place, `local`. Costs one small read for each receipt that a missing result needs.
 """
 
@@ -16,14 +20,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.base.errors import CorruptError
-from dflash.base.records import Receipt
+from dflash.base.errors import CorruptError, PermanentError
+from dflash.base.files import read_json
+from dflash.base.records import Receipt, Record
 from dflash.hosts.inventory import Inventory
 from dflash.plan.graph import Node, Plan
 
 LOCAL = "local"
 TARGET = "target"
 """What a shipment of the target's own folder is called in place of a stage."""
+
+
+class Moving(Record):
+    """A move under way. token: its name. root: of what goes along, once that is known. asked: the new host was told to take
+    it in, so the training may live there already."""
+
+    to: str
+    token: str
+    root: str = ""
+    asked: bool = False
+
+
+class Home(Record):
+    """`home.json` on the controller: the place where a training lives."""
+
+    place: str
+    moving: Moving | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +98,60 @@ def made_at(plan: Plan, node: Node, step: int | None = None) -> str:
     except (OSError, CorruptError):
         return planned_place(plan, node)
     return place_of(plan.config.inventory, host)
+
+
+def home_path(directory: Path) -> Path:
+    """Where the controller keeps the home of a training."""
+    return directory / "home.json"
+
+
+def read_home(directory: Path) -> Home | None:
+    """The home of a training, if it is recorded: one that began on this machine and never left it has no record."""
+    path = home_path(directory)
+    return Home.read(path) if path.exists() else None
+
+
+def begun_at(plan: Plan, node: Node) -> str | None:
+    """The place where a training lives; None when it has not begun."""
+    home = read_home(node.directory)
+    if home is not None:
+        return home.place
+    attempts = [path for path in (node.directory / "attempts").glob("*.json") if path.stem.isdigit()]
+    if attempts:
+        last = read_json(max(attempts, key=lambda path: int(path.stem)))
+        return place_of(plan.config.inventory, str(last["placement"]["host"]))
+    standing = [step for step in node.steps if node.receipt(step).exists()]
+    return made_at(plan, node, standing[-1]) if standing else None
+
+
+def training_place(plan: Plan, node: Node) -> str:
+    """Where a training lives, or will begin: whom to ask about it."""
+    return begun_at(plan, node) or planned_place(plan, node)
+
+
+def is_moved(plan: Plan, node: Node) -> bool:
+    """Whether a training that is not complete lives elsewhere than its role runs now, or is on its way."""
+    if node.stage.name != "train" or not node.missing():
+        return False
+    home = read_home(node.directory)
+    return begun_at(plan, node) not in (None, planned_place(plan, node)) or (
+        home is not None and home.moving is not None
+    )
+
+
+def not_here(key: str, place: str, moving: Moving | None, here: str, where: str) -> PermanentError:
+    """What is said to whoever would train where a training does not live, or while it moves."""
+    if place == here and moving is not None:
+        return PermanentError(
+            f"training {key} is on its way from {place} to {moving.to}",
+            where=where,
+            remedy="`dflash run` brings it to where roles.gpu says.",
+        )
+    return PermanentError(
+        f"training {key} was begun on {place}, and roles.gpu is {here} now",
+        where=where,
+        remedy=f"`dflash run` carries it over to {here}; or set the role back.",
+    )
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from typing import Any
 
 from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError, TransientError
 from dflash.base.progress import Progress
-from dflash.base.records import CheckpointManifest, Failure, LeaseRecord, MetricsLine, StopMarker, now
+from dflash.base.records import CheckpointManifest, Failure, LeaseRecord, MetricsLine, Record, StopMarker, now
 from dflash.base.store import checkpoint_directory, read_params
 from dflash.hosts import lease
 from dflash.hosts.host import LocalHost
@@ -54,6 +54,17 @@ QUEUE_POLL = 3.0
 """Seconds between two tries to get a GPU that is held."""
 QUEUE_SAY = 60.0
 """Seconds between two lines that say who holds it."""
+
+
+class Moved(Record):
+    """`moved.json`: the training lives on another host, `to` by the name that the controller has for it, or is on its way to or
+    from there (`moving.py`). token: names the move. While it stands nothing is trained here."""
+
+    to: str
+    token: str
+    run: str
+    by: str
+    at: str
 
 
 def invocation_id(given: str | None) -> str:
@@ -96,6 +107,7 @@ def ensure_alive(
     missing = {step for step in wanted if not schedule.exists(directory, step)}
     if missing:
         refuse_stopped(directory)
+        refuse_moved(directory)
     schedule.merge_steps(directory, wanted)
     ahead = {step for step in missing if step > schedule.passed(directory)}
     if not ahead or _at_work(directory):
@@ -265,6 +277,28 @@ def refuse_stopped(directory: Path) -> None:
         )
 
 
+def moved_path(directory: Path) -> Path:
+    """Where it stands that a training lives on another host."""
+    return directory / "moved.json"
+
+
+def read_moved(directory: Path) -> Moved | None:
+    """Where a training lives when not here; None when nothing says so."""
+    path = moved_path(directory)
+    return Moved.read(path) if path.exists() else None
+
+
+def refuse_moved(directory: Path) -> None:
+    """Raises PermanentError when this training was carried over to another host: going on here would make two of it."""
+    moved = read_moved(directory)
+    if moved is not None:
+        raise PermanentError(
+            f"training {directory.name} was carried over from here to `{moved.to}` by {moved.by}, run {moved.run}, at {moved.at}",
+            where=str(moved_path(directory)),
+            remedy=f"Set roles.gpu to `{moved.to}`. A run that has begun there carries it back when the role is set to this host.",
+        )
+
+
 # ---------------------------------------------------------------- their parts
 
 
@@ -282,6 +316,7 @@ def train_segment(directory: Path, store: Path, placement: Path, run: str, step:
     if schedule.exists(directory, step):
         return
     refuse_stopped(directory)
+    refuse_moved(directory)
     schedule.merge_steps(directory, [step])
     _refuse_known_failure(directory, invocation_id(None))
     watch = _Watch(directory, step, progress)
@@ -531,6 +566,7 @@ class _Launcher:
         held = lease.acquire(paths, lease.new_record(f"training {self.params.key}", self.params.key, self.run))
         try:
             refuse_stopped(self.directory)
+            refuse_moved(self.directory)
         except DflashError:
             held.release()  # before anybody is told: who comes next must find it free
             raise

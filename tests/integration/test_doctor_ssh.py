@@ -211,6 +211,16 @@ def test_a_wrong_python_is_a_problem_with_its_remedy(tmp_path: Path, sshd: Sshd)
     assert "dflash hosts setup box" in problem
 
 
+def test_the_interpreter_of_every_role_is_looked_at(tmp_path: Path, sshd: Sshd) -> None:
+    bare = tmp_path / "bare"  # its kernels are not tested, which would take a while
+    bare.write_text(f'#!/bin/sh\n[ "$2" = dflash ] && exit 1\nexec {sys.executable} "$@"\n')
+    bare.chmod(0o755)
+    entry = sshd.host_entry(tmp_path / "work", python={"gpu": str(bare), "eval": "/no/python"})
+    found = examine(load_inventory(hosts_file(tmp_path, {"box": entry}, gpu="box", eval="box")), "box")
+    assert found.problems[0].startswith(f"the kernels could not be tested with {bare}")
+    assert found.problems[1].startswith("for eval: there is no program `/no/python`")
+
+
 def test_a_workdir_that_cannot_be_written_is_a_problem(
     tmp_path: Path, sshd: Sshd, require_or_skip: Callable[..., None]
 ) -> None:

@@ -161,6 +161,18 @@ def test_every_field_that_decides_numbers_is_compared(name: str, value: str) -> 
     assert json.loads(as_json(found))["differ"] == differing_fields(found)
 
 
+def test_the_interpreters_of_two_roles_of_one_host_are_compared_as_two_hosts_are() -> None:
+    box, further = checkup(), checkup(role="eval")
+    box.roles, box.further = ("gpu", "eval"), [further]
+    further.facts["python"] = {"version": "3.12.1", "executable": "/opt/eval/bin/python"}
+    assert differing_fields([box]) == {}
+    assert "box and box (eval) would compute the same hidden states" in render([box])
+    further.facts["numeric"]["numerics"]["torch.version"] = "2.12.0"
+    assert differing_fields([box]) == {"torch.version": {"box": "2.13.0", "box (eval)": "2.12.0"}}
+    assert "/opt/eval/bin/python" in render([box])
+    assert set(json.loads(as_json([box]))["hosts"]["box"]["further"]) == {"eval"}
+
+
 def test_what_decides_no_number_is_not_compared() -> None:
     found = pair(**{"torch.driver": "575", "torch.threads": "1", "cpu": "other", "gpus.1.name": "none"})
     assert differing_fields(found) == {}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
 from dflash import remote
 from dflash.base.errors import CorruptError, PermanentError, TransientError
+from dflash.plan.places import Home, Moving, home_path, read_home
 from dflash.remote import LinkLost, Unreachable, persist, raise_error
+from dflash.runner import Job
+from dflash.stages import BY_NAME
 
 
 @dataclass
@@ -85,3 +89,35 @@ def test_a_failure_there_is_the_same_failure_here() -> None:
     with pytest.raises(CorruptError) as failed:
         raise_error({"error": told}, Box())  # type: ignore[arg-type]
     assert failed.value.message() == "box:/srv/x: bad bytes. Look."
+
+
+def training_on(folder: Path, host: str) -> Job:
+    return Job(BY_NAME["train"], folder / "params.json", folder, 2, {"host": host})
+
+
+def ask_a(folder: Path, error: Exception | None = None, host: str = "a") -> Home | None:
+    """Asks a host for a step; returns where the training was said to live meanwhile."""
+    with remote._at_home(training_on(folder, host)):
+        found = read_home(folder)
+        if error is not None:
+            raise error
+    return found
+
+
+def test_where_a_training_lives_is_noted_before_its_host_is_asked_unless_it_was_never_reached(tmp_path: Path) -> None:
+    with pytest.raises(Unreachable):
+        ask_a(tmp_path, Unreachable("no route"))
+    assert read_home(tmp_path) is None
+    assert ask_a(tmp_path) == Home(place="a")
+    with pytest.raises(Unreachable):
+        ask_a(tmp_path, Unreachable("no route"))
+    assert read_home(tmp_path) == Home(place="a")
+
+
+def test_a_training_is_not_asked_for_where_it_does_not_live_or_while_it_moves(tmp_path: Path) -> None:
+    Home(place="a").write(home_path(tmp_path))
+    with pytest.raises(PermanentError, match=r"was begun on a, and roles\.gpu is b now"):
+        ask_a(tmp_path, host="b")
+    Home(place="a", moving=Moving(to="b", token="t")).write(home_path(tmp_path))
+    with pytest.raises(PermanentError, match="is on its way from a to b"):
+        ask_a(tmp_path)

@@ -12,7 +12,7 @@ from dflash import run as workflow
 from dflash.base.errors import PermanentError
 from dflash.base.records import Receipt, StopMarker
 from dflash.plan.graph import Plan
-from dflash.run import RunOptions, require_reachable, run
+from dflash.run import RunOptions, require_ready, run
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def test_deep_has_other_hosts_read_every_byte(monkeypatch: pytest.MonkeyPatch, d
     assert asked == [deep]
 
 
-def test_a_training_whose_role_moved_is_not_begun_anew_unless_nothing_is_missing() -> None:
+def test_the_workflow_itself_does_not_begin_a_training_anew_whose_role_moved_unless_nothing_is_missing() -> None:
     hosts = {name: {"kind": "local", "workdir": f"/srv/{name}", "device": "cpu"} for name in ("a", "b")}
 
     def plan_on(host: str) -> Plan:
@@ -86,12 +86,12 @@ def test_a_training_whose_role_moved_is_not_begun_anew_unless_nothing_is_missing
         ).write(train.receipt(step))
 
     train.receipt(train.steps[0]).parent.mkdir(parents=True)
-    require_reachable(plan_on("b"))
+    require_ready(plan_on("b"))
     stand(train.steps[0])
-    require_reachable(plan_on("a"))
+    require_ready(plan_on("a"))
     with pytest.raises(PermanentError, match=f"training {train.key} was begun on a, and roles.gpu is b now") as refused:
-        require_reachable(plan_on("b"))
-    assert f"move {train.directory} away" in refused.value.message()
+        require_ready(plan_on("b"))
+    assert "`dflash run` carries it over to b" in refused.value.message()
     for step in train.steps[1:]:
         stand(step)
-    require_reachable(plan_on("b"))
+    require_ready(plan_on("b"))

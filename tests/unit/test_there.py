@@ -14,6 +14,7 @@ from dflash.base.records import OutputFile, Receipt
 from dflash.base.store import read_params, receipt_path, shipped_directory
 from dflash.plan.graph import Node, Plan
 from dflash.runner import Job
+from dflash.train import moving, schedule
 
 
 @pytest.fixture
@@ -110,3 +111,27 @@ def test_a_result_is_known_by_the_name_under_which_the_host_was_asked(plan: Plan
     elsewhere = Receipt.read(job.receipt).model_copy(update={"host": "as-another-controller-calls-it"})
     assert accept(job, elsewhere).host == "box"
     assert Receipt.read(job.receipt).host == "box"
+
+
+def test_a_step_that_stayed_on_an_earlier_host_and_was_lost_there_is_trained_again_with_all_after_it(
+    plan: Plan,
+) -> None:
+    job = trained(plan, 4)
+    (job.directory / "step_4/manifest.json").write_text("{}")
+    schedule.Schedule(steps=[2, 4]).write(job.directory / "schedule.json")
+    asked = job_of(plan, "train", 2)
+    there._retire_unfit(asked)
+    assert schedule.existing_steps(job.directory) == [4], "it never came from elsewhere"
+    moving.Arrived(token="t", origin="a", step=4, at="").write(job.directory / "arrived.json")
+    there._retire_unfit(job_of(plan, "train", 3))
+    assert schedule.existing_steps(job.directory) == [4], "nobody ever scheduled step 3"
+    there._retire_unfit(asked)
+    assert schedule.existing_steps(job.directory) == []
+
+
+def test_the_inputs_that_count_are_those_that_the_job_reads(plan: Plan) -> None:
+    train = node(plan, "train")
+    train.params.write(train.directory / "params.json")
+    standing = there._input_digests(job_of(plan, "train", 2))
+    assert set(standing) == {"dataset", "buckets"}
+    assert "dataset" not in there._input_digests(job_of(plan, "train", 2, shipped=["dataset"]))

@@ -16,13 +16,13 @@ sys.setrecursionlimit(
 
 from dflash.plan.links import relink_latest
 from dflash.plan.workflow import Targets, load_plan
-from dflash.run import require_reachable
+from dflash.run import require_ready
 from dflash.runner import CONTROLLER, INVOCATION, controller_identity
 
 PLAN = load_plan(
     workflow.config_settings.configfiles,
     workflow.config_settings.config,
-    require_reachable,
+    require_ready,
 )
 TARGETS = Targets(PLAN)
 RESULTS = str(PLAN.config.results)
