@@ -259,7 +259,7 @@ class Connection:
                 channel_timeout=OPEN_TIMEOUT,
                 allow_agent=hop.agent,
                 look_for_keys=hop.default_keys,
-                transport_factory=_transport,
+                transport_factory=_Transport,
             )
         except (paramiko.SSHException, OSError, EOFError, ValueError) as error:
             raise _refused(self.host, self.route, hop, error) from error
@@ -322,11 +322,31 @@ def open_channel(host: str, route: Sequence[Hop], command: str) -> Channel:
     return Channel(host, connection, channel)
 
 
-def _transport(sock: Any, **options: Any) -> paramiko.Transport:
-    """A transport that prefers our ciphers."""
-    transport = paramiko.Transport(sock, **options)
-    transport.get_security_options().ciphers = CIPHERS
-    return transport
+class _Transport(paramiko.Transport):
+    """A transport that prefers our ciphers, and whose reading thread never waits for itself.
+
+    paramiko changes keys after 512 MiB. Until the new ones are there nothing else may be sent, and whoever wants to waits until
+    the reading thread has taken them over. That thread answers the end of a command, too: when it is the one that waits, as
+    it does where a command ends while keys change, the connection is silent for good (paramiko issue 822). Here its
+    answers are put aside instead and go out with the new keys.
+    """
+
+    def __init__(self, sock: Any, **options: Any) -> None:
+        super().__init__(sock, **options)
+        self.get_security_options().ciphers = CIPHERS
+        self._put_aside: list[paramiko.Message] = []
+
+    def _send_user_message(self, data: paramiko.Message) -> None:
+        if threading.current_thread() is self and not self.clear_to_send.is_set():
+            self._put_aside.append(data)
+        else:
+            super()._send_user_message(data)  # type: ignore[misc]  # not in its stubs
+
+    def _parse_newkeys(self, m: paramiko.Message) -> None:
+        super()._parse_newkeys(m)  # type: ignore[misc]
+        waiting, self._put_aside = self._put_aside, []
+        for message in waiting:
+            self._send_user_message(message)
 
 
 def unreachable(host: str, hop: Hop, error: BaseException) -> TransientError:

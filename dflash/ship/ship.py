@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -230,21 +231,41 @@ class _Attempt:
     @contextlib.contextmanager
     def _ends(self) -> Iterator[tuple[Peer, Peer]]:
         """The control ends; the streams connect meanwhile."""
-        near, far = (far_program(host, self.options.sink) for host in (self.source, self.destination))
-        direct = self.options.route == "direct"
         try:
-            for name, host, program in (("source", self.source, near), ("destination", self.destination, far)):
-                argv = [*program, name]
-                self.peers.append(Peer(name, host, argv, start(host, argv, self.options.plane), self.inbox))
-            for _ in range(self.options.streams):
-                sending, storing = (self.source, [*near, "send"]), (self.destination, [*far, "store"])
-                self.streams.append(Stream(sending, storing, self.options.plane, direct, self.inbox))
+            self._start()
             threading.Thread(target=self._beat, daemon=True).start()
             yield self.peers[0], self.peers[1]
         finally:
             self._over.set()
             self.tally.sent += self._received()
             end_all(self.peers, self.streams)
+
+    def _start(self) -> None:
+        """Starts all ends at once: a connection takes ten round trips.
+
+        Raises:
+            PermanentError: a host refuses us. TransientError: it cannot be reached. What has started is kept, to be ended.
+        """
+        near, far = (far_program(host, self.options.sink) for host in (self.source, self.destination))
+        plane, direct = self.options.plane, self.options.route == "direct"
+
+        def peer(name: str, host: Host, program: list[str]) -> Peer:
+            argv = [*program, name]
+            return Peer(name, host, argv, start(host, argv, plane), self.inbox)
+
+        def stream() -> Stream:
+            sending, storing = (self.source, [*near, "send"]), (self.destination, [*far, "store"])
+            return Stream(sending, storing, plane, direct, self.inbox)
+
+        with ThreadPoolExecutor(2 + self.options.streams) as pool:
+            peers = [pool.submit(peer, "source", self.source, near)]
+            peers.append(pool.submit(peer, "destination", self.destination, far))
+            streams = [pool.submit(stream) for _ in range(self.options.streams)]
+        self.peers = [each.result() for each in peers if each.exception() is None]
+        self.streams = [each.result() for each in streams if each.exception() is None]
+        for error in [each.exception() for each in peers] + [each.exception() for each in streams]:
+            if error is not None:
+                raise error
 
     def _received(self) -> int:
         return sum(stream.store.received for stream in self.streams if stream.begun)

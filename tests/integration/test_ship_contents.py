@@ -6,15 +6,18 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from paramiko.packet import Packetizer
 from ship_hosts import content, left_behind, make_checkpoint, ssh_host, write_random
 from sshd import Sshd
 
 from dflash.base.errors import ConfigError, CorruptError, PermanentError
 from dflash.base.files import DigestCache
+from dflash.hosts.channel import Channel
 from dflash.hosts.host import LocalHost
 from dflash.hosts.ssh import SshHost
 from dflash.ship import artifact, sink
@@ -91,8 +94,10 @@ def test_a_file_over_4_gib_arrives_and_stays_sparse(pair: tuple[SshHost, SshHost
 
 @pytest.mark.parametrize("plane", ["ssh", "paramiko"])
 def test_many_rekeys_on_one_connection_do_no_harm(
-    tmp_path: Path, start_server: Callable[..., Sshd], plane: Plane
+    tmp_path: Path, start_server: Callable[..., Sshd], plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both sides ask for them, now one and now the other."""
+    monkeypatch.setattr(Packetizer, "REKEY_BYTES", 2_000_000)
     server = start_server(more="RekeyLimit 2M", environment={"HOME": str(tmp_path)})
     source, destination = (ssh_host(server, name, tmp_path / name) for name in ("gpu", "eval"))
     write_random(source.workdir / "data", 24 << 20, 5)
@@ -108,6 +113,26 @@ def test_compression_sends_less_and_changes_nothing(tmp_path: Path, compress: Co
     receipt = ship(LOCAL, tmp_path / "source", LOCAL, tmp_path / "place", compress=compress)
     assert content(tmp_path / "place") == content(tmp_path / "source")
     assert receipt.bytes_sent < receipt.bytes / 4
+
+
+def test_all_connections_of_a_shipment_are_made_at_once(
+    pair: tuple[SshHost, SshHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a long way each takes ten round trips; none waits for another one to be there."""
+    source, destination = pair
+    write_random(source.workdir / "data", 1000, 1)
+    streams = 3
+    together = threading.Barrier(2 + streams)
+    connect = SshHost.channel
+
+    def wait_for_all(host: SshHost, argv: Sequence[str]) -> Channel:
+        if argv[-1] != "store":
+            together.wait(30)
+        return connect(host, argv)
+
+    monkeypatch.setattr(SshHost, "channel", wait_for_all)
+    ship(source, Path("data"), destination, Path("data"), plane="paramiko", streams=streams, attempts=1)
+    assert content(destination.workdir / "data") == content(source.workdir / "data")
 
 
 def test_the_direct_route_goes_from_host_to_host(pair: tuple[SshHost, SshHost]) -> None:

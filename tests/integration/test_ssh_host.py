@@ -17,8 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import paramiko
 import pytest
 import yaml
+from paramiko.packet import Packetizer
 from proxy import Proxy
 from sshd import Sshd, free_port, make_key
 
@@ -505,6 +507,64 @@ def use(channel: Channel, way: str) -> None:
         pass
     while way == "push":
         channel.write(bytes(PIECE))
+
+
+@pytest.fixture
+def rekeys(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """paramiko changes keys every 256 KiB instead of 512 MiB; when it asked for it."""
+    asked: list[float] = []
+    ask = Packetizer._trigger_rekey  # type: ignore[attr-defined]
+
+    def remember(packetizer: Packetizer) -> None:
+        asked.append(time.monotonic())
+        ask(packetizer)
+
+    monkeypatch.setattr(Packetizer, "REKEY_BYTES", 1 << 18)
+    monkeypatch.setattr(Packetizer, "_trigger_rekey", remember)
+    return asked
+
+
+def test_keys_change_again_and_again_while_data_flows_both_ways(
+    behind: tuple[SshHost, Sshd, Sshd, Sshd], rekeys: list[float]
+) -> None:
+    data, times = os.urandom(PIECE), 16
+    with behind[0].channel(["cat"]) as channel:
+
+        def write() -> None:
+            for _ in range(times):
+                channel.write(data)
+            channel.close_stdin()
+
+        threading.Thread(target=write, daemon=True).start()
+        found = hashlib.sha256()
+        while piece := channel.read():
+            found.update(piece)
+        assert channel.wait(10) == 0
+    assert found.hexdigest() == hashlib.sha256(data * times).hexdigest()
+    assert len(rekeys) > 30, "on three connections, one within the other"
+
+
+def test_a_command_that_ends_while_keys_change_is_heard_out(host: SshHost, rekeys: list[float]) -> None:
+    """Its last words, its status and its end are under way together when the new keys are asked for."""
+    for status in range(8):
+        with host.channel(["sh", "-c", f"read x; echo said; exit {status}"]) as channel:
+            transport = channel._connection.clients[-1].get_transport()
+            assert transport is not None
+            transport.packetizer._trigger_rekey()  # type: ignore[attr-defined]
+            channel.write(b"\n")
+            assert channel.read() == b"said\n"
+            assert channel.read() == b""
+            assert channel.wait(10) == status
+            closed_after(transport, seconds=5)
+    assert len(rekeys) == 8
+
+
+def closed_after(transport: paramiko.Transport, seconds: float) -> None:
+    """Waits until keys have changed and the channel is closed on both sides."""
+    deadline = time.monotonic() + seconds
+    while transport.packetizer.need_rekey() or transport._channels.values():  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline, "the connection is stuck"
+        time.sleep(0.01)
 
 
 def test_a_quoted_command_is_one_argument(host: SshHost) -> None:
