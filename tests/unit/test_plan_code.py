@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+import tokenize
 from pathlib import Path
 
 import pytest
 
 from dflash.base.errors import PermanentError
 from dflash.cli import _refuse_other_code
-from dflash.plan.code import _scan, bare_source, closure, code_digest, source_root
+from dflash.plan.code import _scan, _without_comments, bare_source, closure, code_digest, source_root
 from dflash.plan.graph import stage_modules
 from dflash.stages import BY_NAME, STAGES
 
@@ -46,6 +48,16 @@ def test_text_that_looks_like_a_comment_inside_a_string_counts() -> None:
 
 def test_a_string_that_is_no_docstring_counts() -> None:
     assert bare_source('x = 1\n"""text"""\n') == 'x = 1\n"""text"""'
+
+
+def test_comments_are_found_where_the_tokenizer_finds_them() -> None:
+    for path in [*source_root().glob("dflash/**/*.py"), *source_root().glob("tests/**/*.py")]:
+        lines = path.read_text().split("\n")
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.COMMENT:
+                row, column = token.start
+                lines[row - 1] = lines[row - 1][:column]
+        assert _without_comments(path.read_text()) == "\n".join(lines), path
 
 
 def test_a_comment_in_a_module_changes_no_digest(copy: Path) -> None:
