@@ -34,6 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
@@ -232,7 +233,10 @@ def compare_judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, A
     pairs = list(zip(first["outputs"], second["outputs"], strict=True))
     made: dict[str, Any] = {"requests": len(pairs), "same_continuation": sum(one == other for one, other in pairs)}
     for method in ("chain", "tree"):
-        sides = [[metrics.RequestResult([], lengths, [], []) for lengths in side[method]] for side in (first, second)]
+        sides = [
+            np.array([[sum(lengths), len(lengths)] for lengths in side[method]], dtype=np.float64)
+            for side in (first, second)
+        ]
         value, low, high = metrics.difference(*sides, resamples=1000, confidence=0.95, seed=0)
         taus = [round(metrics.tau(side), 4) for side in sides]
         made[method] = {"tau": taus, "difference": [round(number, 4) for number in (value, low, high)]}
