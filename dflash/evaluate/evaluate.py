@@ -182,11 +182,12 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
 def judge_all(tally: Tally, kernel: str, upstream: Upstream, inputs: Inputs, host_context: HostContext) -> None:
     """Judges every request of one references result, one after another, then decodes some for real if that is asked for."""
     params = tally.judge.params
+    devices = host_context.placement.get("target_devices", params.target_devices) or host_context.device
 
     @cache
     def target() -> Target:
         source = target_source(params.target, inputs.target_path)
-        loaded = load_target(source, upstream.params.params["dtype"], host_context.device, kernels=kernel)
+        loaded = load_target(source, upstream.params.params["dtype"], devices, kernels=kernel)
         check_target(loaded, upstream.directory)
         return loaded
 

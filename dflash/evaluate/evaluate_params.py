@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, field_validator, model_validator
 
 from dflash.base.params import Params, derived, keyed, placement
-from dflash.model.target_params import Dtype, Kernels, TargetIdentity
+from dflash.model.target_params import SPREAD, Dtype, Kernels, TargetDevices, TargetIdentity
 
 
 def _reference_kernels() -> list[Kernels]:
@@ -73,6 +73,7 @@ class EvaluateParams(Params):
     drafters: list[OtherDrafter] = Field(
         default_factory=list, description="other drafters, as columns of the same table"
     )
+    target_devices: TargetDevices = placement(default_factory=list, description=SPREAD)
     anchor_chunk: int = placement(256, ge=1, unit="anchors", description="anchors drafted together")
 
     @field_validator("budgets", "length_edges")

@@ -67,8 +67,10 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
         PermanentError: a file changed since the plan was made.
     """
     by_set = {item.name: read_prompt_set(item, inputs) for item in params.prompt_sets}
+    placement = host_context.placement
+    devices = placement.get("target_devices", params.target_devices) or host_context.device
     target = load_target(
-        target_source(params.target, inputs.target_path), params.dtype, host_context.device, kernels=params.kernels
+        target_source(params.target, inputs.target_path), params.dtype, devices, kernels=params.kernels
     )
     longest = params.target.max_position_embeddings
     check_tokenizer(target)
@@ -77,7 +79,6 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
         for name, prompts in by_set.items()
         for messages in prompts
     ]
-    placement = host_context.placement
     together = placement.get("batch_size", params.batch_size)
     if params.engine == "openai":
         continuations = ask_server(target, requests, params, longest, together, host_context)

@@ -19,6 +19,7 @@ from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import read_rows, write_table
 from dflash.evaluate import evaluate, references
 from dflash.evaluate.ends import load_ends
+from dflash.evaluate.evaluate_params import Online
 from dflash.evaluate.features import FeatureReader
 from dflash.evaluate.metrics import COLUMNS
 from dflash.evaluate.references_params import PromptSet
@@ -68,6 +69,28 @@ def test_cached_and_recomputed_features_give_the_same_evaluation_bit_for_bit(roa
         road.evaluate(road.inputs(name), f"evaluate-{name}")
     rows = [(road.root / f"evaluate-{name}" / "step_7" / "rows.json").read_bytes() for name in ("all", "one", "none")]
     assert rows[0] == rows[1] == rows[2]
+
+
+def test_a_target_spread_over_devices_gives_the_same_references_and_the_same_evaluation(road: Road) -> None:
+    road.checkpoint(half_trained("dense")[0].drafter)
+    spread = {"target_devices": ["cpu", "cpu", "cpu"]}
+    for name, placed in (("whole", {}), ("spread", spread)):
+        road.references(name, placement={"features_cache_gb": 0.0, **placed})
+        done = road.evaluate(
+            road.inputs(name), f"evaluate-{name}", placement=placed, online=Online(prompts=1, budget=4)
+        )
+        assert done.results["tau"]["torch"]["held_out"]["chain"] > 1
+    for file in ("references.parquet", "probe.safetensors"):
+        assert (road.root / "whole" / file).read_bytes() == (road.root / "spread" / file).read_bytes(), file
+    judged = [
+        (road.root / f"evaluate-{name}" / "step_7" / "requests.parquet").read_bytes() for name in ("whole", "spread")
+    ]
+    assert judged[0] == judged[1]
+
+
+def test_more_devices_than_the_target_has_layers_are_refused(road: Road) -> None:
+    with pytest.raises(ConfigError, match="9 devices for a target of 6 layers"):
+        road.references(placement={"target_devices": ["cpu"] * 9})
 
 
 def test_the_target_does_not_run_while_features_are_cached(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
