@@ -14,6 +14,7 @@ about 1 kB a drafter and kernel, however long its text (`metrics.Counted`).
 Files, relative to the stage's folder:
     step_<n>/rows.json         tidy rows, see `metrics.py`
     step_<n>/requests.parquet  one row a request, kernel, drafter and method, with its acceptance lengths
+    step_<n>/tags.json         tidy rows of each tag of a prompt set, where prompts have tags (`tags.py`)
     step_<n>/samples.json      some requests with their text, and which tokens were drafted and accepted
 """
 
@@ -53,6 +54,8 @@ from dflash.evaluate.online import ONLINE_CHAIN, ONLINE_TREE, Prompt, decode_all
 from dflash.evaluate.online import rows as online_rows
 from dflash.evaluate.overlap import refuse_overlap
 from dflash.evaluate.samples import sample
+from dflash.evaluate.tags import COLUMN, Places, read_places
+from dflash.evaluate.tags import FILE as TAGS
 from dflash.model.drafter import Drafter
 from dflash.model.export import load_drafter
 from dflash.model.identity import target_source
@@ -168,6 +171,9 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
     beaten = say(tally, host_context)
     write_json(folder / "rows.json", tally.rows(train.params.key, inputs.step))
     write_json(folder / "samples.json", tally.samples)
+    by_tag = tally.rows_by_tag(read_places(first.directory), train.params.key, inputs.step)
+    if by_tag:
+        write_json(folder / TAGS, by_tag)
     results = {
         "tau": tally.tau(),
         "beaten_by": beaten,
@@ -175,7 +181,8 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
         "kernel_gap": gaps,
         "drafters": {item.label: drafter_facts(item) for item in judge.candidates},
     }
-    files = [f"step_{inputs.step}/{name}" for name in ("rows.json", "requests.parquet", "samples.json")]
+    names = ["rows.json", "requests.parquet", "samples.json", *([TAGS] if by_tag else [])]
+    files = [f"step_{inputs.step}/{name}" for name in names]
     return Outputs(files, Counts(total=tally.judged, ok=tally.judged), results)
 
 
@@ -339,6 +346,25 @@ class Tally:
             made += online_rows({**labels, "budget": budget}, decoded, params.block_size, sampling, how)
         for kernel in params.kernels[1:]:
             made += self._differences(kernel, params.kernels[0], whose, blocks, how)
+        return made
+
+    def rows_by_tag(self, places: Places, train_key: str, step: int) -> list[dict[str, Any]]:
+        """Tidy rows of tau for each tag of each prompt set, with the tag as a last column."""
+        blocks = {item.label: item.block_size for item in self.judge.candidates}
+        made = []
+        for (kernel, prompt_set, label, method, budget), counted in self._results.items():
+            labels = {
+                "train_key": train_key,
+                "step": step,
+                "drafter": label,
+                "prompt_set": prompt_set,
+                "kernel": kernel,
+                "method": method,
+                "budget": budget,
+            }
+            for tag, own in places.get(prompt_set, {}).items():
+                rows = metrics.rows(labels, counted.of_requests(own), blocks[label], self._settings)
+                made += [{**row, COLUMN: tag} for row in rows]
         return made
 
     def _differences(

@@ -14,7 +14,9 @@ class PromptSet(Params):
     """One entry of `references.prompt_sets:`; a JSONL file, or the dataset's held-out split."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="name of the set in every table")
-    path: str | None = placement(None, description="JSONL file of prompts")
+    path: str | None = placement(
+        None, description="JSONL file of prompts, with `id` and `tags` if wanted; tau is told by tag too"
+    )
     digest: str | None = derived(None, description="sha256 of the file")
     held_out: bool = Field(False, description="use the prompts that the dataset stage held out")
     limit: int | None = keyed(None, ge=1, unit="prompts", description="take only the first so many")
