@@ -26,6 +26,12 @@ class Online(Params):
         0.0, ge=0.0, description="0 for greedy; otherwise chains are verified by rejection sampling"
     )
 
+    @model_validator(mode="after")
+    def _trees_are_greedy(self) -> Online:
+        if self.temperature > 0 and self.budget is not None:
+            raise ValueError("trees are decoded greedily alone; leave `budget` out, or set `temperature: 0`")
+        return self
+
 
 class OtherDrafter(Params):
     """One entry of `evaluate.drafters:`; a drafter trained elsewhere, judged beside the run's own at every checkpoint."""

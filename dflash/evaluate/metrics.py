@@ -232,6 +232,11 @@ def difference(
     return float(values[0] - values[1]), float(low), float(high)
 
 
+def committed_sums(lengths: Sequence[Sequence[int]]) -> Array:
+    """[requests, 2] tokens committed and verifications, of each request's acceptance lengths."""
+    return np.array([[sum(own), len(own)] for own in lengths], dtype=np.float64).reshape(-1, 2)
+
+
 def tau(committed: Array) -> float:
     """The pooled tau of some requests, [requests, 2] tokens committed and verifications; 0.0 when there was no verification."""
     tokens, verifications = committed.sum(0)

@@ -14,6 +14,7 @@ from dflash.evaluate.metrics import (
     Counted,
     RequestResult,
     Settings,
+    committed_sums,
     difference,
     length_buckets,
     ratio_intervals,
@@ -72,6 +73,7 @@ def test_pooled_tau_weighs_verifications_and_the_mean_weighs_requests() -> None:
     assert value(made, "tau_pooled")["n"] == 2
     assert tau(np.array([[8.0, 2.0], [1.0, 1.0]])) == pytest.approx(3.0)
     assert tau(np.empty((0, 2))) == 0.0
+    assert committed_sums([[4, 4], [1]]).tolist() == [[8, 2], [1, 1]]
 
 
 def test_a_long_request_is_kept_in_as_many_bytes_as_a_short_one() -> None:
