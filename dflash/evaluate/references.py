@@ -8,6 +8,9 @@ features (see `features.py` for their size on disk). As in `completions`, anothe
 near tie between two tokens: the shape of a matrix product moves its last bits. Continuations may come from a server instead
 (`server.py`); the share of their tokens that the local target agrees with is then part of the result.
 
+Memory: the target, which may lie on several devices (`target_devices`); a shard of features (64 MB, see `features.py`); tokens
+and messages of all requests, 4 kB a short one (10,000 prompts: `tests/bench/many_references.py`).
+
 Files: `references.parquet` (`schemas.REFERENCES`, prompt sets in the order of the config), `features-<i>.safetensors`,
 `features.json`, `tags.json` where prompts have tags (`tags.py`), and `probe.safetensors`: the features of fixed sequences under
 these kernels, which every evaluation compares with those of the training.
