@@ -130,17 +130,21 @@ class Counted:
 
     def counts(self) -> NDArray[np.int32]:
         """[requests, buckets, counts], a copy."""
-        return np.array(self._counts, dtype=np.int32).reshape(-1, len(self.buckets), self._columns)
+        return self._view().copy()
+
+    def _view(self) -> NDArray[np.int32]:
+        """The counts where they lie; nothing can be added while it is held."""
+        return np.asarray(self._counts, dtype=np.int32).reshape(-1, len(self.buckets), self._columns)
 
     def of_requests(self, places: Sequence[int]) -> Counted:
         """The counts of some of the requests, at all lengths together and without slots."""
         made = Counted(self.buckets[:1])
-        made._counts = array("i", self.counts()[list(places), 0, :4].tobytes())
+        made._counts = array("i", self._view()[list(places), 0, :4].tobytes())
         return made
 
     def committed(self) -> Array:
         """[requests, 2]: tokens committed and verifications, clipped, at all lengths."""
-        return self.counts()[:, 0, :2].astype(np.float64)
+        return self._view()[:, 0, :2].astype(np.float64)
 
 
 @dataclass(frozen=True)

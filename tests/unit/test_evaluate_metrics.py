@@ -171,3 +171,15 @@ def test_a_metric_that_no_request_has_part_in_is_nan_and_makes_no_row() -> None:
     made = rows(LABELS, [result([1], [1])], 4, SETTINGS)
     assert not any(row["convention"] == UNCLIPPED for row in made)
     assert all(np.isfinite([row["value"], row["ci_low"], row["ci_high"]]).all() for row in made)
+
+
+def test_some_of_the_requests_give_the_rows_that_they_would_give_alone() -> None:
+    results = [result([1, 5], [4, 2], whole=1), result([30], [3]), result([2, 3], [1, 1])]
+    counted = Counted(SETTINGS.buckets())
+    for item in results:
+        counted.add(item)
+    alone = [row for row in rows(LABELS, [results[0], results[2]], 4, SETTINGS) if row["length_bucket"] == "all"]
+    assert rows_of_counts(LABELS, counted.of_requests([0, 2]), 4, SETTINGS) == alone
+    counted.add(results[1])
+    assert len(counted) == 4
+    assert len(Counted(SETTINGS.buckets())) == 0
