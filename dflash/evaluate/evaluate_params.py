@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, field_validator, model_validator
 
 from dflash.base.params import Params, derived, keyed, placement
-from dflash.model.target_params import Dtype, Kernels, TargetIdentity
+from dflash.model.target_params import SPREAD, Dtype, Kernels, TargetDevices, TargetIdentity
 
 
 def _reference_kernels() -> list[Kernels]:
@@ -25,6 +25,12 @@ class Online(Params):
     temperature: float = keyed(
         0.0, ge=0.0, description="0 for greedy; otherwise chains are verified by rejection sampling"
     )
+
+    @model_validator(mode="after")
+    def _trees_are_greedy(self) -> Online:
+        if self.temperature > 0 and self.budget is not None:
+            raise ValueError("trees are decoded greedily alone; leave `budget` out, or set `temperature: 0`")
+        return self
 
 
 class OtherDrafter(Params):
@@ -73,6 +79,7 @@ class EvaluateParams(Params):
     drafters: list[OtherDrafter] = Field(
         default_factory=list, description="other drafters, as columns of the same table"
     )
+    target_devices: TargetDevices = placement(default_factory=list, description=SPREAD)
     anchor_chunk: int = placement(256, ge=1, unit="anchors", description="anchors drafted together")
 
     @field_validator("budgets", "length_edges")

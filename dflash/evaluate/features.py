@@ -24,7 +24,10 @@ from dflash.model.target import Target, check_features
 from dflash.model.tensor_files import save_tensors
 
 INDEX = "features.json"
-SHARD_BYTES = 256 << 20
+SHARD_BYTES = 64 << 20
+"""Features that wait in memory for their shard to be whole; a request of 27B is 25 MB at 500 tokens."""
+SHARD_ROWS = 256
+"""Most requests of a shard: reading one request reads the names of all that its shard holds."""
 
 
 def compute_features(target: Target, tokens: Sequence[int], taps: Sequence[int], name: str) -> torch.Tensor:
@@ -69,7 +72,7 @@ class FeatureWriter:
         self._rows.append({"shard": self._shard_name(), "tokens": digest(list(tokens))})
         self.bytes += size
         self._shard_bytes += size
-        if self._shard_bytes >= SHARD_BYTES:
+        if self._shard_bytes >= SHARD_BYTES or len(self._shard) == SHARD_ROWS:
             self._flush()
 
     def close(self) -> list[str]:

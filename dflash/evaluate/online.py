@@ -42,28 +42,33 @@ def decode_all(
 ) -> dict[str, list[dict[str, Any]]]:
     """Decodes every prompt by every method.
 
+    Args:
+        seed: of all draws when sampling; each prompt has a stream of its own.
+
     Returns:
         by method, one entry a prompt: `lengths`, `seconds`, `plain_seconds`, `lossless`, `same_lengths` (the last two None when
         sampling).
     """
     temperature = online.temperature
-    ways: dict[str, Callable[[Sequence[int], int], Decoded]] = {}
+    ways: dict[str, Callable[[Sequence[int], int, int], Decoded]] = {}
     if temperature:
-        ways[ONLINE_CHAIN] = lambda prompt, limit: decoder.sampled(prompt, limit, temperature, seed)
+        ways[ONLINE_CHAIN] = lambda prompt, limit, own: decoder.sampled(prompt, limit, temperature, own)
     else:
-        ways[ONLINE_CHAIN] = decoder.chain
+        ways[ONLINE_CHAIN] = lambda prompt, limit, _: decoder.chain(prompt, limit)
         if online.budget is not None:
             budget = online.budget
-            ways[ONLINE_TREE] = lambda prompt, limit: decoder.tree(prompt, limit, budget)
+            ways[ONLINE_TREE] = lambda prompt, limit, _: decoder.tree(prompt, limit, budget)
 
-    def plain(prompt: Sequence[int], limit: int) -> Decoded:
-        return decoder.plain(prompt, limit, temperature=temperature, seed=seed)
+    def plain(prompt: Sequence[int], limit: int, own: int) -> Decoded:
+        return decoder.plain(prompt, limit, temperature=temperature, seed=own)
 
     for way in (plain, *ways.values()):
-        way(prompts[0].continuation.prompt, min(WARM_UP_TOKENS, prompts[0].continuation.limit))
+        way(prompts[0].continuation.prompt, min(WARM_UP_TOKENS, prompts[0].continuation.limit), seed)
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in ways}
     for number, item in enumerate(prompts):
-        given = item.continuation.prompt, item.continuation.limit
+        # Each prompt draws for itself: the intervals take requests as independent.
+        own = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+        given = item.continuation.prompt, item.continuation.limit, own
         alone = plain(*given)
         for method, way in ways.items():
             made = way(*given)

@@ -8,9 +8,12 @@ features (see `features.py` for their size on disk). As in `completions`, anothe
 near tie between two tokens: the shape of a matrix product moves its last bits. Continuations may come from a server instead
 (`server.py`); the share of their tokens that the local target agrees with is then part of the result.
 
+Memory: the target, which may lie on several devices (`target_devices`); a shard of features (64 MB, see `features.py`); tokens
+and messages of all requests, 4 kB a short one (10,000 prompts: `tests/bench/many_references.py`).
+
 Files: `references.parquet` (`schemas.REFERENCES`, prompt sets in the order of the config), `features-<i>.safetensors`,
-`features.json`, and `probe.safetensors`: the features of fixed sequences under these kernels, which every evaluation compares
-with those of the training.
+`features.json`, `tags.json` where prompts have tags (`tags.py`), and `probe.safetensors`: the features of fixed sequences under
+these kernels, which every evaluation compares with those of the training.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from dflash.base.errors import ConfigError
 from dflash.base.records import Counts
 from dflash.base.stage import HostContext, Inputs, Outputs
 from dflash.data.chat import length_limit, render
+from dflash.data.prompt_sets import tags_by_line
 from dflash.data.prompts import Message, external_file, messages_id, read_prompts
 from dflash.data.prompts_params import PromptsParams
 from dflash.data.schemas import REFERENCES
@@ -40,6 +44,7 @@ from dflash.evaluate.features import FeatureWriter, compute_features
 from dflash.evaluate.overlap import stored_messages
 from dflash.evaluate.references_params import PromptSet, ReferencesParams
 from dflash.evaluate.server import agreement, continue_on_server
+from dflash.evaluate.tags import places_of, write_places
 from dflash.model.identity import target_source
 from dflash.model.probe import FILE as PROBE
 from dflash.model.probe import target_probe
@@ -67,17 +72,19 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
         PermanentError: a file changed since the plan was made.
     """
     by_set = {item.name: read_prompt_set(item, inputs) for item in params.prompt_sets}
+    placement = host_context.placement
+    devices = placement.get("target_devices", params.target_devices) or host_context.device
     target = load_target(
-        target_source(params.target, inputs.target_path), params.dtype, host_context.device, kernels=params.kernels
+        target_source(params.target, inputs.target_path), params.dtype, devices, kernels=params.kernels
     )
     longest = params.target.max_position_embeddings
     check_tokenizer(target)
     requests = [
         _request(name, messages, target, params.thinking, longest)
         for name, prompts in by_set.items()
-        for messages in prompts
+        for messages, _ in prompts
     ]
-    placement = host_context.placement
+    tags = write_places(workdir, places_of({name: [own for _, own in found] for name, found in by_set.items()}))
     together = placement.get("batch_size", params.batch_size)
     if params.engine == "openai":
         continuations = ask_server(target, requests, params, longest, together, host_context)
@@ -98,7 +105,7 @@ def run(params: ReferencesParams, inputs: Inputs, workdir: Path, host_context: H
             host_context.progress.update(number + 1, len(requests), "features")
     target_probe(target, params.target, params.taps).write(workdir / PROBE)
     return Outputs(
-        ["references.parquet", *writer.close(), PROBE],
+        ["references.parquet", *writer.close(), *tags, PROBE],
         Counts(total=len(requests), ok=len(requests)),
         {
             "prompt_sets": {name: _summary(counts, params.engine) for name, counts in summaries.items()},
@@ -130,24 +137,26 @@ def template_digest(tokenizer: Any) -> str | None:
     return None if template is None else hashlib.sha256(canonical_json(template)).hexdigest()
 
 
-def read_prompt_set(prompt_set: PromptSet, inputs: Inputs) -> list[list[Message]]:
-    """The messages of a set's prompts, in file order.
+def read_prompt_set(prompt_set: PromptSet, inputs: Inputs) -> list[tuple[list[Message], list[str]]]:
+    """The messages of a set's prompts with the tags of each, in file order.
 
     Raises:
         ConfigError: malformed line, no prompt, or a prompt twice.
     """
     where = f"references.prompt_sets.{prompt_set.name}"
+    prompts: list[tuple[list[Message], list[str]]]
     if prompt_set.held_out:
-        prompts = _held_out(inputs.one("dataset").directory / "validation.parquet")
+        prompts = [(held, []) for held in stored_messages(inputs.one("dataset").directory / "validation.parquet")]
     else:
         path = external_file(inputs, prompt_set.digest or "", f"the file of prompt set {prompt_set.name!r}")
         source = PromptsParams(name=prompt_set.name, path=str(path), digest=prompt_set.digest or "")
-        prompts = [prompt.messages for prompt in read_prompts(path, source)]
+        tags = {} if path.suffix == ".parquet" else tags_by_line(path)
+        prompts = [(prompt.messages, tags.get(prompt.line, [])) for prompt in read_prompts(path, source)]
     prompts = prompts[: prompt_set.limit]
     if not prompts:
         remedy = "Raise dataset.validation_share." if prompt_set.held_out else "Give at least one line."
         raise ConfigError("the prompt set is empty", where=where, remedy=remedy)
-    twice = [name for name, count in Counter(messages_id(messages) for messages in prompts).items() if count > 1]
+    twice = [name for name, count in Counter(messages_id(messages) for messages, _ in prompts).items() if count > 1]
     if twice:
         raise ConfigError(
             f"{len(twice)} prompts stand in it more than once, id {twice[0][:12]} first",
@@ -155,10 +164,6 @@ def read_prompt_set(prompt_set: PromptSet, inputs: Inputs) -> list[list[Message]
             remedy="Keep one line of each.",
         )
     return prompts
-
-
-def _held_out(path: Path) -> list[list[Message]]:
-    return list(stored_messages(path))
 
 
 def _request(prompt_set: str, messages: list[Message], target: Target, thinking: bool, longest: int) -> Request:

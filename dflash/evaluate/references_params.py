@@ -7,14 +7,16 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from dflash.base.params import Params, derived, keyed, placement, without_password
-from dflash.model.target_params import Dtype, Kernels, TargetIdentity
+from dflash.model.target_params import SPREAD, Dtype, Kernels, TargetDevices, TargetIdentity
 
 
 class PromptSet(Params):
     """One entry of `references.prompt_sets:`; a JSONL file, or the dataset's held-out split."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="name of the set in every table")
-    path: str | None = placement(None, description="JSONL file of prompts")
+    path: str | None = placement(
+        None, description="JSONL file of prompts, with `id` and `tags` if wanted; tau is told by tag too"
+    )
     digest: str | None = derived(None, description="sha256 of the file")
     held_out: bool = Field(False, description="use the prompts that the dataset stage held out")
     limit: int | None = keyed(None, ge=1, unit="prompts", description="take only the first so many")
@@ -47,6 +49,7 @@ class ReferencesParams(Params):
     server_model: str | None = Field(None, description="what the server calls the target, for `engine: openai`")
     server_url: str | None = placement(None, description="where the server is, without `/v1`")
     api_key_variable: str | None = placement(None, description="environment variable that holds the server's key")
+    target_devices: TargetDevices = placement(default_factory=list, description=SPREAD)
     batch_size: int = placement(64, ge=1, unit="prompts", description="prompts continued together")
     features_cache_gb: float = placement(
         8.0, ge=0.0, unit="GB", description="features kept on disk; recomputed beyond it"

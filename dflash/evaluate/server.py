@@ -6,7 +6,9 @@ of the result, and a low one says that the server runs another model or samples.
 
 Prompts go out as token ids, so that no template or tokenizer of the server comes in between. Token ids come back where the
 server gives them (vLLM: `return_token_ids`); a server that gives text alone is refused, since text does not say which tokens
-it was made of.
+it was made of. Everything that decides tokens is said in the request, since servers otherwise take what the model's generation
+config says, and a repetition penalty changes greedy text too. An end token that a server leaves out is put back; an answer that
+ends for another reason before its limit is refused, since nobody would draft on as the target would.
 
 Cost: one request a prompt, `parallel` at a time; the check is one forward of the local target a request, with logits of
 `CHUNK` tokens at a time.
@@ -80,6 +82,10 @@ def _continue(
         "prompt": prompt,
         "max_tokens": limit,
         "temperature": 0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "skip_special_tokens": False,
         "stop_token_ids": stop_ids,
         "return_token_ids": True,
     }
@@ -91,24 +97,41 @@ def _continue(
         raise TransientError(f"status {answer.status_code}", where=str(client.base_url), remedy="Try again later.")
     if answer.status_code != 200:
         raise PermanentError(f"status {answer.status_code}: {answer.text[:200]}", where=str(client.base_url))
-    tokens = _token_ids(answer, str(client.base_url))[:limit]
+    tokens, choice = _token_ids(answer, str(client.base_url))
+    return _ended(tokens[:limit], limit, stop_ids, choice, str(client.base_url))
+
+
+def _ended(
+    tokens: list[int], limit: int, stop_ids: list[int], choice: dict[str, Any], where: str
+) -> tuple[list[int], str]:
+    """The tokens up to and including the first end token, or to the limit."""
     ends = [place for place, token in enumerate(tokens) if token in stop_ids]
     if ends:
         return tokens[: ends[0] + 1], "stop"
-    return tokens, "length"
+    if len(tokens) == limit:
+        return tokens, "length"
+    if choice.get("finish_reason") == "stop" and stop_ids:
+        named = choice.get("stop_reason")
+        return [*tokens, named if named in stop_ids else stop_ids[0]], "stop"
+    raise PermanentError(
+        f"the server ended after {len(tokens)} of {limit} tokens, at no end token: {choice.get('finish_reason')}",
+        where=where,
+        remedy="Serve the target with its whole context, or lower references.max_new_tokens.",
+    )
 
 
-def _token_ids(answer: httpx.Response, where: str) -> list[int]:
+def _token_ids(answer: httpx.Response, where: str) -> tuple[list[int], dict[str, Any]]:
+    """The tokens of the answer, and all that is said of it."""
     try:
         choice: dict[str, Any] = answer.json()["choices"][0]
         tokens = choice.get("token_ids")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise PermanentError(f"not an answer of the completions interface: {answer.text[:200]}", where=where) from error
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, int) for token in tokens):
+    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
         raise PermanentError(
             "the server gives no token ids", where=where, remedy="Use one that knows `return_token_ids`, such as vLLM."
         )
-    return tokens
+    return tokens, choice
 
 
 @torch.no_grad()

@@ -12,6 +12,8 @@ Batches come padded on the right for features and (inside `generate`, with mask 
 where every row must end at the same place. Padding never reaches a result: a batch gives what its rows give one by one. On a
 GPU whose kernels keep documents apart (`kernels.py`) nothing is computed on padding: the rows of a batch go through the layers
 packed into one, each with positions from 0, and come back in their places. Which rows make a batch does not depend on it.
+
+The layers may be spread over several devices (`sharding.py`); features and logits come back on the first.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ from dflash.model.kernels import (
     release_reference,
     require,
 )
+from dflash.model.sharding import Devices, spread
 from dflash.model.taps import check_taps
 
 MODEL_TYPES = ("qwen3", "qwen3_5", "qwen3_5_text")
@@ -106,6 +109,7 @@ class Target:
     Attributes:
         facts: sizes, stop tokens, pad token.
         kernels: what is bound for its linear-attention layers.
+        device: where it takes ids and gives features and logits; of several devices the first.
         embed: the embedding module, ids [...] -> [..., H].
         lm_head: the head, [..., H] -> logits [..., V].
     """
@@ -164,7 +168,7 @@ class Target:
             return self._packed_features(trunk, input_ids, attention_mask.bool(), taps)
         with _layer_outputs(trunk.layers, taps) as outputs:
             trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        features = torch.cat([outputs[k] for k in taps], dim=-1)
+        features = self._together([outputs[k] for k in taps])
         return features if attention_mask is None else features * attention_mask[..., None].to(features.dtype)
 
     def _packed_features(self, trunk: Any, input_ids: Tensor, kept: Tensor, taps: Sequence[int]) -> Tensor:
@@ -184,10 +188,14 @@ class Target:
                 use_cache=False,
                 **packing_arguments(lengths, input_ids.device),
             )
-        packed = torch.cat([outputs[k][0] for k in taps], dim=-1)
+        packed = self._together([outputs[k][0] for k in taps])
         features = packed.new_zeros(*kept.shape, packed.shape[-1])
         features[kept] = packed
         return features
+
+    def _together(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Outputs of layers, side by side on the target's device."""
+        return torch.cat([output.to(self.device) for output in outputs], dim=-1)
 
     def _trunk(self, count: int) -> Any:
         """The backbone cut after `count` layers, sharing every weight, without the final norm."""
@@ -283,7 +291,7 @@ class Target:
             logits = self._logits(ids, mask, positions, cache, 1 if last_only else 0)
         if not taps:
             return logits[0], logits.new_empty(ids.shape[1], 0)
-        return logits[0], torch.cat([outputs[k] for k in taps], dim=-1)[0]
+        return logits[0], self._together([outputs[k] for k in taps])[0]
 
     def _next_logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: DynamicCache) -> Tensor:
         """Logits [b, V] of the token after the last of `ids`; the cache moves on."""
@@ -401,7 +409,7 @@ def check_features(
 def load_target(
     source: str | Path | Mapping[str, Any],
     dtype: str = "float32",
-    device: str = "cpu",
+    device: Devices = "cpu",
     *,
     kernels: str = "auto",
     form: str = "chunked",
@@ -411,12 +419,12 @@ def load_target(
     Args:
         source: directory with a transformers checkpoint, or a mapping.
         dtype: type to compute in, whatever the type on disk: `float32`, `bfloat16`, `float16` or `float64`.
-        device: `cpu`, `cuda`, `cuda:1`, ...
+        device: `cpu`, `cuda`, `cuda:1`, ..., or several to spread the layers over.
         kernels: `auto`, `fla`, `torch` or `torch_recurrent`; what must be bound. On a CPU the reference always is.
         form: `chunked` or `recurrent` form of the reference.
 
     Raises:
-        ConfigError: no such directory, an unknown dtype or a spec that makes no sense.
+        ConfigError: no such directory, an unknown dtype or device, more devices than layers, or a spec that makes no sense.
         PermanentError: a model type that is not supported, or kernels other than asked for.
         CorruptError: the checkpoint lacks tensors, or a file is damaged.
     """
@@ -496,13 +504,14 @@ def _damage_named(path: Path) -> Iterator[None]:
 def random_target(
     spec: Mapping[str, Any],
     dtype: str = "float32",
-    device: str = "cpu",
+    device: Devices = "cpu",
     *,
     kernels: str = "auto",
     form: str = "chunked",
 ) -> Target:
     """A target with random weights, the same on every machine, and the byte-level tokenizer. One whose vocabulary and width
-    make it large (`draws.LARGE`) is built and drawn on its device: 27 B weights in seconds, without passing through the host.
+    make it large (`draws.LARGE`) is built and drawn on its device: 27 B weights in seconds, without passing through the host. One
+    for several devices is built on the host first.
 
     Args:
         spec: `model_type` (`qwen3` or `qwen3_5_text`), `seed`, and any field of that type's transformers config;
@@ -521,10 +530,14 @@ def random_target(
         )
     tokenizer = byte_tokenizer()
     fields.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    large = is_large(fields)
-    model = _empty_model(fields, dtype, device) if large else _empty_model(fields)
-    draw_weights(model, seed, by_counter=large)
-    return Target(_place(model, dtype, device), tokenizer, kernels=kernels, form=form)
+    if is_large(fields):
+        model = _place(_empty_model(fields, dtype, device if isinstance(device, str) else "cpu"), dtype, device)
+        draw_weights(model, seed, by_counter=True)
+    else:
+        model = _empty_model(fields)
+        draw_weights(model, seed)
+        model = _place(model, dtype, device)
+    return Target(model, tokenizer, kernels=kernels, form=form)
 
 
 def is_large(fields: Mapping[str, Any]) -> bool:
@@ -627,12 +640,15 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def _place(model: Any, dtype: str, device: str) -> Any:
-    """Move the model to the device and its weights to the type, whatever its config says of types.
+def _place(model: Any, dtype: str, device: Devices) -> Any:
+    """Move the model to its device or devices and its weights to the type, whatever its config says of types.
 
     Buffers keep theirs: `Module.to(bfloat16)` would round the rotary frequencies, and positions with them.
     """
-    model.to(device)
+    if isinstance(device, str):
+        model.to(device)
+    else:
+        spread(model, device)
     for weight in model.parameters():
         weight.data = weight.data.to(_dtype(dtype))
     return model

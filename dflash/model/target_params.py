@@ -6,14 +6,42 @@ nothing to import (no torch).
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from dflash.base.params import Params, placement
 
 Kernels = Literal["torch", "fla", "torch_recurrent"]
 Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+
+
+def _fit_together(devices: list[str]) -> list[str]:
+    """Several devices must be told apart, and be of one kind: kernels are bound for a whole process."""
+    for name in devices:
+        if not DEVICE.fullmatch(name):
+            raise ValueError(f"{name!r} is no device; name cpu, cuda or cuda:N")
+    kinds = {name.partition(":")[0] for name in devices}
+    if len(kinds) > 1:
+        raise ValueError("cpu and cuda together; name devices of one kind")
+    if len(devices) > 1 and kinds == {"cuda"}:
+        if "cuda" in devices:
+            raise ValueError("`cuda` is whichever GPU comes first; name each by its number, as cuda:0")
+        if len(set(devices)) != len(devices):
+            raise ValueError("names a GPU twice")
+    return devices
+
+
+TargetDevices = Annotated[list[str], AfterValidator(_fit_together)]
+"""Devices that the target's layers are spread over; none: the host's own device."""
+SPREAD = (
+    "devices of the host to spread the target's layers over, as [cuda:0, cuda:1]; the first also holds embedding and head; "
+    "none: the host's `device`"
+)
 
 
 class RandomTarget(Params):

@@ -212,6 +212,8 @@ def _run_config(name: str, source: Source, cache: DigestCache) -> RunConfig:
     drafters, taps = _drafters(source, evaluate, cache, files)
     evaluate = evaluate.model_copy(update={"drafters": drafters})
     references = _references(source, section, target, taps, cache, files)
+    for key, devices in (("references", references.target_devices), ("evaluate", evaluate.target_devices)):
+        _check_devices(source, key, devices, target)
     report = section(ReportParams, "report", {"run": name})
     path = Path(target_section.path) if target_section.path is not None else None
     return RunConfig(
@@ -230,6 +232,15 @@ def _run_config(name: str, source: Source, cache: DigestCache) -> RunConfig:
         files,
         origins,
     )
+
+
+def _check_devices(source: Source, key: str, devices: list[str], target: TargetIdentity) -> None:
+    if len(devices) > target.num_layers:
+        raise ConfigError(
+            f"`{key}.target_devices: {devices}` are {len(devices)}, for a target of {target.num_layers} layers",
+            where=source.origin(f"{key}.target_devices"),
+            remedy=f"Name at most {target.num_layers}: a device holds whole layers.",
+        )
 
 
 def _drafters(

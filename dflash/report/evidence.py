@@ -36,7 +36,9 @@ from dflash.base.store import (
     stage_directory,
 )
 from dflash.data.tables import shards_of
-from dflash.report.tables import tidy
+from dflash.evaluate.tags import COLUMN
+from dflash.evaluate.tags import FILE as TAGS
+from dflash.report.tables import tidy, tidy_by_tag
 
 WHOLE_BYTES = 8 << 20
 """Outputs up to this size are read and digested; of larger ones only the size is compared."""
@@ -274,6 +276,7 @@ class Evidence:
     checkpoints: dict[int, CheckpointManifest] = field(default_factory=dict)
     metrics: list[MetricsLine] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    tag_rows: list[dict[str, Any]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     samples_step: int | None = None
     dataset: Dataset | None = None
@@ -606,6 +609,9 @@ def _read_evaluations(evidence: Evidence) -> None:
             path = directory / f"step_{step}" / "rows.json"
             if (entry.name, step) in evidence.receipts:
                 evidence.rows += evidence.attempt("tau", path, _rows) or []
+                by_tag = f"step_{step}/{TAGS}"
+                if any(output.path == by_tag for output in evidence.receipts[entry.name, step].outputs):
+                    evidence.tag_rows += evidence.attempt("tau", directory / by_tag, _tag_rows) or []
             else:
                 where = receipt_path(directory, "evaluate", step)
                 evidence.note("tau", where, CorruptError("no valid receipt, so this step is not shown"))
@@ -627,6 +633,24 @@ def _samples(path: Path) -> list[Sample]:
     if not isinstance(listed, list):
         raise CorruptError("not a list of samples", where=str(path))
     return [as_model(Sample, item, path) for item in listed]
+
+
+def _tag_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows by tag of one evaluation.
+
+    Raises:
+        CorruptError: as `_rows`, or without a tag.
+    """
+    rows = read_json(path)
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and isinstance(row.get(COLUMN), str) for row in rows
+    ):
+        raise CorruptError("not a list of rows with a tag", where=str(path))
+    try:
+        tidy_by_tag(rows, "")
+    except (ValueError, TypeError) as error:
+        raise CorruptError(str(error), where=str(path)) from error
+    return rows
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,18 @@ from dflash.report.checks import Check, all_checks, bound, summary
 from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Parent, Sample, Shift, Side, Trouble
 from dflash.report.figures import Series, bar_chart, line_chart, thin
 from dflash.report.report_params import ReportParams
-from dflash.report.tables import Cell, TauTable, cell_text, heading, online_decodes, shown_steps, tau_tables
+from dflash.report.tables import (
+    FEW_REQUESTS,
+    Cell,
+    TauTable,
+    cell_text,
+    heading,
+    online_decodes,
+    shown_steps,
+    tag_tables,
+    tau_tables,
+    tidy_by_tag,
+)
 
 SECTIONS = (
     ("trust", "Trust"),
@@ -140,6 +151,7 @@ def build(evidence: Evidence, frame: pd.DataFrame, params: ReportParams, *, crea
     )
     _add_tau(page, tables)
     _add_evaluation(page, frame)
+    _add_tags(page, tidy_by_tag(evidence.tag_rows, params.run))
     _add_data(page, evidence)
     _add_training(page, evidence)
     _add_shipments(page, evidence)
@@ -424,6 +436,30 @@ def _add_lengths(page: Page, now: pd.DataFrame, last: int) -> None:
                 ("context", *columns, "n"),
                 made,
             )
+        )
+
+
+def _add_tags(page: Page, frame: pd.DataFrame) -> None:
+    """tau by tag, one table for each prompt set and kernel form."""
+    if frame.empty:
+        return
+    step = int(frame["step"].max())
+    for table in tag_tables(frame):
+        rows = []
+        for tag, cells in table.rows:
+            few = " (few)" if min(cell.n for cell in cells.values()) < FEW_REQUESTS else ""
+            rows.append(
+                (tag, *(cell_text(cells.get(name)) for name in table.columns), f"{_counts(cells.values())}{few}")
+            )
+        more = f" {table.left_out:,} more tags stand in evaluations_by_tag.csv." if table.left_out else ""
+        caption = (
+            f"tau by tag of the prompts, step {step:,}; prompt set {table.prompt_set}, {table.kernel} kernels; pooled, bonus token "
+            "included; a prompt of several tags counts in each, and a tag that all prompts carry is left out; few: under "
+            f"{FEW_REQUESTS} requests, for which an interval is too narrow.{more}"
+        )
+        name = f"tau by tag, prompt set {table.prompt_set}, {table.kernel} kernels"
+        page.evaluation_tables.append(
+            Table(name, caption, ("tag", *table.columns, "n"), tuple(rows), frozenset({"tag"}))
         )
 
 

@@ -17,7 +17,7 @@ from dflash.base.stage import HostContext, Inputs, Outputs
 from dflash.report.evidence import gather
 from dflash.report.page import Page, build
 from dflash.report.report_params import ReportParams
-from dflash.report.tables import csv_text, tau_tables, tidy, verdict
+from dflash.report.tables import csv_text, tau_tables, tidy, tidy_by_tag, verdict
 
 TEMPLATE = "page.html.j2"
 
@@ -35,7 +35,8 @@ def render(page: Page) -> str:
 
 
 def run(params: ReportParams, inputs: Inputs, workdir: Path, host_context: HostContext) -> Outputs:
-    """The stage: writes `report.html` and `evaluations.csv`.
+    """The stage: writes `report.html` and `evaluations.csv`, and `evaluations_by_tag.csv` where prompts have tags: the same columns
+    and `tag`, in a file of its own, so that no prompt stands twice in one.
 
     `host_context.placement` holds `manifest`, the path of the run's manifest, and `store`, the root of the store.
 
@@ -54,9 +55,13 @@ def run(params: ReportParams, inputs: Inputs, workdir: Path, host_context: HostC
     page = build(evidence, frame, params, created=now())
     write_atomically(workdir / "evaluations.csv", csv_text(frame))
     write_atomically(workdir / "report.html", render(page))
+    names = ["report.html", "evaluations.csv"]
+    if evidence.tag_rows:
+        names.append("evaluations_by_tag.csv")
+        write_atomically(workdir / names[-1], csv_text(tidy_by_tag(evidence.tag_rows, params.run)))
     tables = tau_tables(frame)
     results = {
         "checks": {check.name: check.standing for check in page.checks},
         "verdict": [verdict(table).words for table in tables],
     }
-    return Outputs(["report.html", "evaluations.csv"], results=results)
+    return Outputs(names, results=results)

@@ -65,6 +65,25 @@ class TauTable:
         return min(counts), max(counts)
 
 
+FEW_REQUESTS = 10
+"""Below so many requests a bootstrap interval is too narrow: it knows only what those few are like."""
+MOST_TAGS = 20
+
+
+@dataclass(frozen=True)
+class TagTable:
+    """Pooled tau at one step by tag, for one prompt set and kernel form, tags of most requests first.
+
+    columns: as of a `TauTable`. rows: (tag, cells by heading), `MOST_TAGS` at most. left_out: tags beyond those.
+    """
+
+    prompt_set: str
+    kernel: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, Mapping[str, Cell]], ...]
+    left_out: int
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How the drafter stands to the baselines at the last step. standing: `beats`, `unclear`, `loses` or `unknown`."""
@@ -93,10 +112,22 @@ def tidy(rows: Iterable[Mapping[str, Any]], run: str) -> pd.DataFrame:
     return frame.sort_values("step", kind="stable", ignore_index=True)
 
 
+def tidy_by_tag(rows: Iterable[Mapping[str, Any]], run: str) -> pd.DataFrame:
+    """Rows by tag of all evaluations as one frame: the columns of `tidy`, then `tag`.
+
+    Raises:
+        ValueError: as `tidy`.
+    """
+    listed = sorted((dict(row) for row in rows), key=lambda row: int(row["step"]))  # as `tidy` sorts, stable
+    tags = [str(row.pop("tag")) for row in listed]
+    return tidy(listed, run).assign(tag=tags)
+
+
 def csv_text(frame: pd.DataFrame) -> str:
-    """The bytes of `evaluations.csv`: a header, `\\n` line ends, floats by `repr` (they read back to the same value)."""
+    """The bytes of `evaluations.csv`, or of the rows by tag: a header, `\\n` line ends, floats by `repr` (they read back to the
+    same value)."""
     stream = io.StringIO()
-    frame.to_csv(stream, index=False, columns=list(COLUMNS), lineterminator="\n")
+    frame.to_csv(stream, index=False, lineterminator="\n")
     return stream.getvalue()
 
 
@@ -155,6 +186,26 @@ def _tau_table(prompt_set: str, kernel: str, part: pd.DataFrame) -> TauTable:
         tuple(sorted(order, key=lambda name: order[name])),
         tuple((step, by_step[step]) for step in sorted(by_step)),
     )
+
+
+def tag_tables(frame: pd.DataFrame) -> list[TagTable]:
+    """Tau by tag at the last step that has any, one table for each prompt set and kernel form.
+
+    Args:
+        frame: as of `tidy_by_tag`.
+    """
+    chosen = frame[frame["step"] == frame["step"].max()]
+    made = []
+    for (prompt_set, kernel), part in chosen.groupby(["prompt_set", "kernel"], sort=False):
+        found: list[tuple[int, str, TauTable]] = []
+        for tag, own in part.groupby("tag", sort=False):
+            (table,) = tau_tables(own)
+            found.append((-table.requests()[1], str(tag), table))
+        found.sort(key=lambda item: item[:2])
+        columns = list(dict.fromkeys(name for _, _, table in found for name in table.columns))
+        rows = tuple((tag, table.rows[-1][1]) for _, tag, table in found[:MOST_TAGS])
+        made.append(TagTable(str(prompt_set), str(kernel), tuple(columns), rows, max(0, len(found) - MOST_TAGS)))
+    return made
 
 
 def heading(method: str, budget: int, drafter: str) -> str:

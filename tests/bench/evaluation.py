@@ -5,6 +5,9 @@
 Both judge chains and trees of 16 nodes on the same prompts, and must find the same acceptance lengths. Offline starts from the
 references (continuations and features), which are made once for all checkpoints; their cost is a line of its own, and so is
 what a real decode gains over the target alone. The drafter is trained here, for a minute.
+
+Two cores under load, 8 prompts: 0.011 of the seconds of real decodes, so 92 times less; the references of a prompt 0.045. Target
+and drafter are of one size here, and nothing is gained over the target alone (0.43).
 """
 
 from __future__ import annotations

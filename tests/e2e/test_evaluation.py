@@ -12,9 +12,9 @@ def test_columns_join_a_finished_run_without_training_again(finished: Workspace)
     early = finished.train_directory() / "step_2" / "drafter"
     shutil.copytree(early, finished.folder / "theirs")
     drafters = [{"name": "theirs", "path": "theirs"}]
-    finished.write_config(
-        evaluate={"drafters": drafters, "kernels": ["torch", "torch_recurrent"], "online": {"prompts": 2, "budget": 4}}
-    )
+    spread = {"target_devices": ["cpu", "cpu"]}  # placement: the references under `torch` stand
+    judged = {"drafters": drafters, "kernels": ["torch", "torch_recurrent"], "online": {"prompts": 2, "budget": 4}}
+    finished.write_config(references=spread, evaluate={**judged, **spread})
     assert finished.reruns() == ["evaluate:2", "evaluate:4", "evaluate:6", "references", "report"]
     latest = finished.results / "runs/micro/latest"
     frame = pd.read_csv(latest / "evaluations.csv")

@@ -105,9 +105,11 @@ class Road:
             step=step,
         )
 
-    def evaluate(self, inputs: Inputs, name: str = "evaluate", **values: Any) -> Outputs:
+    def evaluate(
+        self, inputs: Inputs, name: str = "evaluate", *, placement: dict[str, Any] | None = None, **values: Any
+    ) -> Outputs:
         (self.root / name).mkdir()
-        return evaluate.run(evaluate_params(**values), inputs, self.root / name, context())
+        return evaluate.run(evaluate_params(**values), inputs, self.root / name, context(**(placement or {})))
 
 
 def references_params(**values: Any) -> ReferencesParams:

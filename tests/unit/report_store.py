@@ -108,6 +108,8 @@ class Story:
     extra: list[dict[str, Any]] = field(
         default_factory=list
     )  # changes to a chain row: one more row each, at the last step
+    tags: dict[str, int] = field(default_factory=dict)
+    """Requests by tag of every prompt set."""
     environment: dict[str, Any] = field(default_factory=dict)
     """Fields of every environment that are other than the usual; mappings are merged."""
     batching: dict[str, Any] = field(default_factory=dict)
@@ -459,7 +461,16 @@ def _write_evaluations(writer: Writer) -> None:
         write_json(directory / f"step_{step}" / "rows.json", rows)
         write_json(directory / f"step_{step}" / "samples.json", _samples(story))
         files = [f"step_{step}/rows.json", f"step_{step}/samples.json"]
+        if story.tags:
+            write_json(directory / f"step_{step}" / "tags.json", _tag_rows(story, rows))
+            files.append(f"step_{step}/tags.json")
         writer.receipt("evaluate", files, step=step)
+
+
+def _tag_rows(story: Story, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of tau for each tag, whose requests are fewer."""
+    taus = [row for row in rows if row["metric"] == "tau_pooled" and row["length_bucket"] == "all"]
+    return [row | {"n": n, "value": row["value"] + 0.5, "tag": tag} for tag, n in story.tags.items() for row in taus]
 
 
 def _rows(story: Story, train_key: str, step: int, prompt_set: str, kernel: str) -> list[dict[str, Any]]:

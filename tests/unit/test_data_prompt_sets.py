@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dflash.base.errors import ConfigError, PermanentError
-from dflash.data.prompt_sets import HUB_SETS, check_labels, lines, published_prompts
+from dflash.data.prompt_sets import HUB_SETS, check_labels, lines, published_prompts, tags_by_line
 from dflash.data.prompts import validate_prompts_file
 from dflash.data.prompts_params import PromptsParams
 
@@ -37,6 +37,15 @@ def test_labels_of_the_wrong_kind_are_named(tmp_path: Path, labels: dict[str, An
 
 def test_lines_without_labels_and_with_distinct_ones_pass(tmp_path: Path) -> None:
     check_labels(file(tmp_path, {"prompt": "x"}, {"id": "a", "messages": [], "tags": ["code", "short"]}, {"id": "b"}))
+
+
+def test_tags_are_known_by_line_each_once(tmp_path: Path) -> None:
+    path = file(
+        tmp_path, {"prompt": "x", "tags": ["code", "short", "code"]}, {"prompt": "y"}, {"prompt": "z", "tags": ["code"]}
+    )
+    assert tags_by_line(path) == {1: ["code", "short"], 3: ["code"]}
+    path.write_text("\n" + path.read_text())
+    assert tags_by_line(path) == {2: ["code", "short"], 4: ["code"]}, "blank lines count, as where prompts are read"
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from dflash.base.files import sha256_file
 from dflash.base.stage import Inputs
 from dflash.data.chat import render
 from dflash.evaluate.acceptance import Continuation
+from dflash.evaluate.decode import Decoded, Decoder
 from dflash.evaluate.evaluate_params import Online, OtherDrafter
 from dflash.evaluate.metrics import COLUMNS
+from dflash.evaluate.online import Prompt, decode_all
 from dflash.model.drafter import Drafter, DrafterConfig
 from dflash.model.export import save_drafter
 
@@ -244,6 +247,44 @@ def test_a_sampled_decode_is_labelled_and_claims_no_equality(road: Road) -> None
     road.evaluate(road.inputs(), online=Online(prompts=1, temperature=0.7, every_checkpoint=True))
     found = {row["metric"]: row["sampling"] for row in chosen(rows_of(road), method="online")}
     assert found == dict.fromkeys(("tau_pooled", "tau_request_mean", "speedup"), "temperature 0.7")
+
+
+def test_each_prompt_that_is_sampled_draws_from_a_stream_of_its_own() -> None:
+    decoder = Decoder.of(target("dense"), half_trained("dense")[0].drafter)
+    drawn: list[tuple[int, list[int]]] = []
+
+    class Noting(Decoder):
+        def sampled(self, prompt: Sequence[int], limit: int, temperature: float, seed: int) -> Decoded:
+            made = super().sampled(prompt, limit, temperature, seed)
+            drawn.append((seed, made.output))
+            return made
+
+    noting = Noting(decoder.target, decoder.drafter, decoder.embed, decoder.head, decoder.stops)
+    same = [Prompt(Continuation([65, 66, 67], [68] * 12, 12), {}) for _ in range(4)]
+    decode_all(noting, same, Online(prompts=4, temperature=1.0), seed=3, progress=lambda done: None)
+    seeds, texts = [seed for seed, _ in drawn[1:]], [output for _, output in drawn[1:]]  # the first warms up
+    assert len(set(seeds)) == 4
+    assert len({tuple(text) for text in texts}) == 4, "one prompt asked for four times is four draws"
+    again = len(drawn)
+    decode_all(noting, same, Online(prompts=4, temperature=1.0), seed=3, progress=lambda done: None)
+    assert drawn[again:] == drawn[:again]
+
+
+def test_a_tree_above_temperature_0_is_refused_and_not_left_out_in_silence() -> None:
+    with pytest.raises(ValueError, match="trees are decoded greedily alone"):
+        Online(budget=8, temperature=0.5)
+
+
+def test_answers_of_one_token_have_no_verification_and_make_no_number_up(road: Road) -> None:
+    road.references(max_new_tokens=1)
+    road.checkpoint(half_trained("dense")[0].drafter)
+    online = Online(prompts=2, budget=4, every_checkpoint=True)
+    done = road.evaluate(road.inputs(max_new_tokens=1), online=online)
+    rows = rows_of(road)
+    assert {row["metric"] for row in rows} == {"lossless", "same_lengths_as_offline", "speedup"}, (
+        "of real decodes alone"
+    )
+    assert done.results["beaten_by"] == []
 
 
 def test_real_decodes_wait_for_the_last_checkpoint_of_the_schedule_unless_told_otherwise(road: Road) -> None:

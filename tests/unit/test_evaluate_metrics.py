@@ -11,13 +11,16 @@ from dflash.evaluate.metrics import (
     CLIPPED,
     COLUMNS,
     UNCLIPPED,
+    Counted,
     RequestResult,
     Settings,
+    committed_sums,
+    difference,
     length_buckets,
     ratio_intervals,
-    rows,
     tau,
 )
+from dflash.evaluate.metrics import rows as rows_of_counts
 
 SETTINGS = Settings(length_edges=[10, 20], longest=100, resamples=200, confidence=0.9, seed=0)
 LABELS = {
@@ -33,6 +36,16 @@ LABELS = {
 
 def result(contexts: list[int], lengths: list[int], whole: int = 0) -> RequestResult:
     return RequestResult(contexts, lengths, contexts[:whole], lengths[:whole])
+
+
+def rows(
+    labels: dict[str, Any], results: list[RequestResult], block_size: int, settings: Settings
+) -> list[dict[str, Any]]:
+    """The rows of requests that were counted one by one."""
+    counted = Counted(settings.buckets(), block_size - 1 if any(item.hits is not None for item in results) else 0)
+    for item in results:
+        counted.add(item)
+    return rows_of_counts(labels, counted, block_size, settings)
 
 
 def value(made: list[dict[str, Any]], metric: str, bucket: str = "all", convention: str = CLIPPED) -> dict[str, Any]:
@@ -58,7 +71,33 @@ def test_pooled_tau_weighs_verifications_and_the_mean_weighs_requests() -> None:
     assert value(made, "tau_pooled")["value"] == pytest.approx(14 / 8)
     assert value(made, "tau_request_mean")["value"] == pytest.approx((4 + 1) / 2)
     assert value(made, "tau_pooled")["n"] == 2
-    assert tau([result([1, 5], [4, 4]), result([1], [1])]) == pytest.approx(3.0)
+    assert tau(np.array([[8.0, 2.0], [1.0, 1.0]])) == pytest.approx(3.0)
+    assert tau(np.empty((0, 2))) == 0.0
+    assert committed_sums([[4, 4], [1]]).tolist() == [[8, 2], [1, 1]]
+
+
+def test_a_long_request_is_kept_in_as_many_bytes_as_a_short_one() -> None:
+    kept = []
+    for length in (10, 5000):
+        counted = Counted(SETTINGS.buckets(), 3)
+        anchors = np.arange(length)
+        hits = np.ones((length, 3), dtype=bool)
+        counted.add(RequestResult(list(anchors), [1] * length, list(anchors), [1] * length, hits, hits, anchors))
+        kept.append(counted.counts().nbytes)
+        assert counted.committed().tolist() == [[min(length, 100), min(length, 100)]], "within the target's context"
+    assert kept == [4 * 16 * 4, 4 * 16 * 4], "four buckets of 4 + 4 * 3 counts of 4 bytes"
+
+
+def test_intervals_do_not_depend_on_how_many_weights_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(5)
+    top, bottom = generator.integers(1, 9, (40, 2)).astype(float), np.ones((40, 2))
+    asked: dict[str, Any] = {"resamples": 250, "confidence": 0.95, "seed": 1}
+    whole = ratio_intervals(top, bottom, **asked)
+    gap = difference(top, top[::-1].copy(), **asked)
+    monkeypatch.setattr("dflash.evaluate.metrics.WEIGHTS_AT_ONCE", 70)
+    for one, other in zip(whole, ratio_intervals(top, bottom, **asked), strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+    assert gap == pytest.approx(difference(top, top[::-1].copy(), **asked), rel=1e-12)
 
 
 def test_unclipped_numbers_stand_in_rows_of_their_own_convention() -> None:
@@ -132,3 +171,15 @@ def test_a_metric_that_no_request_has_part_in_is_nan_and_makes_no_row() -> None:
     made = rows(LABELS, [result([1], [1])], 4, SETTINGS)
     assert not any(row["convention"] == UNCLIPPED for row in made)
     assert all(np.isfinite([row["value"], row["ci_low"], row["ci_high"]]).all() for row in made)
+
+
+def test_some_of_the_requests_give_the_rows_that_they_would_give_alone() -> None:
+    results = [result([1, 5], [4, 2], whole=1), result([30], [3]), result([2, 3], [1, 1])]
+    counted = Counted(SETTINGS.buckets())
+    for item in results:
+        counted.add(item)
+    alone = [row for row in rows(LABELS, [results[0], results[2]], 4, SETTINGS) if row["length_bucket"] == "all"]
+    assert rows_of_counts(LABELS, counted.of_requests([0, 2]), 4, SETTINGS) == alone
+    counted.add(results[1])
+    assert len(counted) == 4
+    assert len(Counted(SETTINGS.buckets())) == 0

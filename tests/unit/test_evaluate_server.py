@@ -104,6 +104,55 @@ def test_a_server_that_cannot_do_it_is_refused(road: Road, answer: Answer, error
         asked_of(road, url)
 
 
+@pytest.mark.parametrize("told", [{}, {"stop_reason": 257}], ids=["unsaid", "named"])
+def test_an_end_token_that_a_server_leaves_out_is_put_back(road: Road, told: dict[str, Any]) -> None:
+    stopped: list[bool] = []
+
+    def without_end(asked: dict[str, Any]) -> tuple[int, Any]:
+        status, body = honest({**asked, "max_tokens": asked["max_tokens"]})
+        choice = body["choices"][0]
+        stopped.append(choice["finish_reason"] == "stop")
+        if stopped[-1]:
+            choice["token_ids"] = choice["token_ids"][:-1]
+            choice.update(told)
+        return status, body
+
+    lines = [{"prompt": text} for text in ("a", "of what", "tell me", "bcd")]
+    prompt_set, files = road.prompts("extra", lines)
+    asked: dict[str, Any] = {"files": files, "prompt_sets": [prompt_set], "max_new_tokens": 200}
+    with serving(without_end) as url:
+        road.references("served", engine="openai", server_model="tiny", placement={"server_url": url}, **asked)
+    road.references("local", **asked)
+    served, local = (read_rows(road.root / name / "references.parquet", REFERENCES) for name in ("served", "local"))
+    assert any(stopped), "some of these texts must end"
+    assert served == local
+
+
+def test_an_answer_cut_short_is_refused(road: Road) -> None:
+    def cut(asked: dict[str, Any]) -> tuple[int, Any]:
+        return 200, {"choices": [{"token_ids": [65, 66, 67], "finish_reason": "length"}]}
+
+    with (
+        serving(cut) as url,
+        pytest.raises(PermanentError, match="ended after 3 of 20 tokens, at no end token: length"),
+    ):
+        asked_of(road, url)
+
+
+def test_everything_that_decides_tokens_is_said(road: Road) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def noting(asked: dict[str, Any]) -> tuple[int, Any]:
+        bodies.append(asked)
+        return honest(asked)
+
+    with serving(noting) as url:
+        asked_of(road, url)
+    for body in bodies:
+        assert (body["top_p"], body["top_k"], body["repetition_penalty"]) == (1.0, -1, 1.0)
+        assert body["skip_special_tokens"] is False
+
+
 def test_a_server_that_is_not_there_or_not_named(road: Road) -> None:
     with serving(honest) as gone:
         pass

@@ -19,6 +19,7 @@ from dflash.data.schemas import REFERENCES, SAMPLES
 from dflash.data.tables import read_rows, write_table
 from dflash.evaluate import evaluate, references
 from dflash.evaluate.ends import load_ends
+from dflash.evaluate.evaluate_params import Online
 from dflash.evaluate.features import FeatureReader
 from dflash.evaluate.metrics import COLUMNS
 from dflash.evaluate.references_params import PromptSet
@@ -68,6 +69,28 @@ def test_cached_and_recomputed_features_give_the_same_evaluation_bit_for_bit(roa
         road.evaluate(road.inputs(name), f"evaluate-{name}")
     rows = [(road.root / f"evaluate-{name}" / "step_7" / "rows.json").read_bytes() for name in ("all", "one", "none")]
     assert rows[0] == rows[1] == rows[2]
+
+
+def test_a_target_spread_over_devices_gives_the_same_references_and_the_same_evaluation(road: Road) -> None:
+    road.checkpoint(half_trained("dense")[0].drafter)
+    spread = {"target_devices": ["cpu", "cpu", "cpu"]}
+    for name, placed in (("whole", {}), ("spread", spread)):
+        road.references(name, placement={"features_cache_gb": 0.0, **placed})
+        done = road.evaluate(
+            road.inputs(name), f"evaluate-{name}", placement=placed, online=Online(prompts=1, budget=4)
+        )
+        assert done.results["tau"]["torch"]["held_out"]["chain"] > 1
+    for file in ("references.parquet", "probe.safetensors"):
+        assert (road.root / "whole" / file).read_bytes() == (road.root / "spread" / file).read_bytes(), file
+    judged = [
+        (road.root / f"evaluate-{name}" / "step_7" / "requests.parquet").read_bytes() for name in ("whole", "spread")
+    ]
+    assert judged[0] == judged[1]
+
+
+def test_more_devices_than_the_target_has_layers_are_refused(road: Road) -> None:
+    with pytest.raises(ConfigError, match="9 devices for a target of 6 layers"):
+        road.references(placement={"target_devices": ["cpu"] * 9})
 
 
 def test_the_target_does_not_run_while_features_are_cached(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,3 +404,37 @@ def test_the_chat_template_and_the_thinking_mode_are_recorded(judged: tuple[Road
     other = byte_tokenizer()
     other.chat_template += " "
     assert references.template_digest(other) != digest
+
+
+def test_tau_is_told_by_tag_in_rows_of_their_own_and_leaves_those_of_the_set_as_they_are(road: Road) -> None:
+    texts = [("one", ["code", "short"]), ("two of them", ["code"]), ("and three", []), ("four", ["short", "odd"])]
+    road.checkpoint(half_trained("dense")[0].drafter)
+    for name, tagged in (("plain", False), ("tagged", True)):
+        lines = [{"prompt": text, **({"tags": [*tags, "everybody"]} if tagged else {})} for text, tags in texts]
+        prompt_set, files = road.prompts("extra", lines)
+        asked: dict[str, Any] = {"prompt_sets": [PromptSet(name="held_out", held_out=True), prompt_set]}
+        made = road.references(name, files=files, **asked)
+        done = road.evaluate(road.inputs(name, **asked), f"evaluate-{name}", budgets=[8])
+        assert ("tags.json" in made.files) == tagged
+        assert ("step_7/tags.json" in done.files) == tagged
+    folder = road.root / "evaluate-tagged" / "step_7"
+    assert folder.joinpath("rows.json").read_bytes() == (road.root / "evaluate-plain/step_7/rows.json").read_bytes()
+    assert json.loads((road.root / "tagged" / "tags.json").read_text()) == {
+        "extra": {"code": [0, 1], "short": [0, 3], "odd": [3]}
+    }, "a tag of all prompts of its set is left out"
+    rows = json.loads(folder.joinpath("tags.json").read_text())
+    assert all(set(row) == {*COLUMNS, "tag"} and row["prompt_set"] == "extra" for row in rows)
+    judged = [row for row in pq.read_table(folder / "requests.parquet").to_pylist() if row["prompt_set"] == "extra"]
+    for tag, places in (("code", [0, 1]), ("short", [0, 3]), ("odd", [3])):
+        for method, budget in (("chain", 3), ("tree", 8), ("ngram", 3)):
+            own = [row for row in judged if (row["method"], row["budget"]) == (method, budget)]
+            lengths = [length for place in places for length in own[place]["acceptance_lengths"]]
+            (row,) = [
+                row
+                for row in rows
+                if (row["tag"], row["method"], row["metric"], row["convention"])
+                == (tag, method, "tau_pooled", "committed_with_bonus")
+            ]
+            assert row["value"] == pytest.approx(sum(lengths) / len(lengths))
+            assert row["n"] == len(places)
+            assert row["ci_low"] <= row["value"] <= row["ci_high"]

@@ -94,3 +94,21 @@ def test_a_password_in_an_address_is_refused_and_not_repeated(section: str, valu
         plan_of(**{section: values})
     assert "hush" not in str(caught.value)
     assert "endpoint" in values or "use `api_key_variable`" in str(caught.value)
+
+
+@pytest.mark.parametrize("section", ["references", "evaluate"])
+def test_more_devices_than_the_target_has_layers_are_refused_when_planning(section: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(**{section: {"target_devices": [f"cuda:{number}" for number in range(70)]}})
+    assert f"`{section}.target_devices" in caught.value.message()
+    assert "Name at most" in caught.value.message()
+
+
+def test_spreading_the_target_over_devices_changes_no_key() -> None:
+    plain, spread = (
+        plan_of(),
+        plan_of(references={"target_devices": ["cpu", "cpu"]}, evaluate={"target_devices": ["cpu", "cpu"]}),
+    )
+    assert {node.key for node in plain.nodes.values()} == {node.key for node in spread.nodes.values()}
+    placed = [node.placement for (stage, _), node in spread.nodes.items() if stage in ("references", "evaluate")]
+    assert [placement["target_devices"] for placement in placed] == [["cpu", "cpu"]] * 2

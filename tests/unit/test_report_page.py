@@ -12,12 +12,14 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from report_store import FLA_KERNELS, TORCH_KERNELS, Made, Story, make_run, rewrite_json
 
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.files import write_json
 from dflash.base.stage import HostContext, Inputs
+from dflash.evaluate.metrics import COLUMNS
 from dflash.report.figures import Series, bar_chart, line_chart, thin, tick_texts
 from dflash.report.page import visible
 from dflash.report.report import TEMPLATE, run
@@ -473,3 +475,41 @@ def test_a_page_of_two_hundred_evaluations_stays_under_two_megabytes(tmp_path: P
     html = made.report()
     assert len(html.encode()) < 2_000_000
     assert time.monotonic() - started < 60
+
+
+def test_tau_by_tag_has_a_table_and_a_csv_of_its_own(tmp_path: Path) -> None:
+    plain = make_run(tmp_path / "plain")
+    plain.report()
+    made = make_run(tmp_path / "tagged", Story(tags={"short": 6, "code": 30, "<b>": 12}))
+    page = made.report()
+    assert "tau by tag" not in plain.report()
+    start = page.index("tau by tag of the prompts, step 300; prompt set held_out")
+    table = page[start : page.index("</table>", start)]
+    assert [table.index(text) for text in ("code", "&lt;b&gt;", "6 (few)")] == sorted(
+        table.index(text) for text in ("code", "&lt;b&gt;", "6 (few)")
+    ), "tags of most requests first"
+    assert "30 (few)" not in table
+    assert "<b>" not in table
+    assert (made.workdir / "evaluations.csv").read_bytes() == (plain.workdir / "evaluations.csv").read_bytes()
+    frame = pd.read_csv(made.workdir / "evaluations_by_tag.csv")
+    assert list(frame.columns) == [*COLUMNS, "tag"]
+    assert set(frame["tag"]) == {"short", "code", "<b>"}
+    assert set(frame["step"]) == set(made.manifest.steps)
+    assert list(frame["step"]) == sorted(frame["step"])
+    assert not (plain.workdir / "evaluations_by_tag.csv").exists()
+
+
+def test_many_tags_are_cut_to_those_of_most_requests_and_the_caption_says_so(tmp_path: Path) -> None:
+    page = make_run(tmp_path, Story(tags={f"kind-{number:02d}": 100 - number for number in range(23)})).report()
+    assert "3 more tags stand in evaluations_by_tag.csv" in page
+    assert "kind-19" in page
+    assert "kind-20" not in page
+
+
+def test_damaged_rows_by_tag_are_named_and_the_rest_of_the_page_still_comes(tmp_path: Path) -> None:
+    made = make_run(tmp_path, Story(tags={"code": 5}))
+    path = made.directory("evaluate") / "step_300" / "tags.json"
+    path.write_text(path.read_text().replace("code", "cods"))
+    page = made.report()
+    assert "step_300/tags.json" in page
+    assert "tau by step" in page

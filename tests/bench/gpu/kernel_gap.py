@@ -37,8 +37,8 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
-from road import SHAPES_27B  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from shapes import SHAPES_27B  # noqa: E402
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # noqa: E402
 
 from dflash.base.errors import PermanentError  # noqa: E402
@@ -232,7 +232,7 @@ def compare_judged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, A
     pairs = list(zip(first["outputs"], second["outputs"], strict=True))
     made: dict[str, Any] = {"requests": len(pairs), "same_continuation": sum(one == other for one, other in pairs)}
     for method in ("chain", "tree"):
-        sides = [[metrics.RequestResult([], lengths, [], []) for lengths in side[method]] for side in (first, second)]
+        sides = [metrics.committed_sums(side[method]) for side in (first, second)]
         value, low, high = metrics.difference(*sides, resamples=1000, confidence=0.95, seed=0)
         taus = [round(metrics.tau(side), 4) for side in sides]
         made[method] = {"tau": taus, "difference": [round(number, 4) for number in (value, low, high)]}
