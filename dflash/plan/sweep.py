@@ -218,6 +218,8 @@ def _partials(folders: Iterable[Path], coming: Collection[str | None]) -> list[G
         name = _partial_of(folder)
         if name is None or name in coming or _locked(folder):
             continue
+        if name.startswith("."):
+            continue  # no result and no copy of one: something on its way between two places, which goes on by itself
         base = folder.parent
         receipt = base / f".{name}.shipment.json"
         if (base / name).exists() and not receipt.exists() and not (folder / "data").exists():
