@@ -229,7 +229,9 @@ def _partials(folders: Iterable[Path], coming: Collection[str | None]) -> list[G
 
 
 def _stale_environments(store: Path, needed: Collection[Name]) -> list[Garbage]:
-    """Environments that no receipt of a needed result names."""
+    """Environments that no receipt of a needed result names; none while a training is at work, whose receipts are to come."""
+    if live_trainings(store):
+        return []
     folders = [base / stage / key for stage, key in needed for base in (store, store / "shipped")]
     kept = {receipt.environment for folder in folders for receipt in _receipts(folder)}
     return [

@@ -206,3 +206,17 @@ def test_a_deletion_that_was_cut_off_is_finished_by_the_next(root: Path) -> None
     assert f"results/store/train/.gone-{KEY}" in listed(root, Needs({("train", KEY)}))
     remove(in_workdir(root, Needs({("train", KEY)}), OWN))
     assert list((root / "results/store/train").iterdir()) == []
+
+
+def test_an_environment_whose_receipt_a_living_training_has_yet_to_write_stays(root: Path) -> None:
+    path = root / "results/store/environments/abcdefabcdef.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    name = str(path.relative_to(root))
+    assert name in listed(root)
+    lease_file = root / f"results/store/train/{KEY}/lease.json"
+    held = lease.acquire([lease_file], lease.new_record("cpu", KEY, "run"))
+    try:
+        assert name not in listed(root)
+    finally:
+        held.release()
