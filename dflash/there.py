@@ -222,6 +222,39 @@ def find_faults(root: Path, files: list[list[Any]], shipped: list[str], *, deep:
     return faults
 
 
+def _note_asker(root: Path, asker: str) -> None:
+    path = root / ASKERS / hashlib.sha256(asker.encode()).hexdigest()[:12]
+    if asker and not path.exists():
+        write_atomically(path, f"{asker}\n")
+
+
+def do_gc(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """Lists what nothing needs here; deletes what was listed before, as far as it is the same and still not needed.
+
+    The request: `needs` (`sweep.Needs`), `delete` (None, or path and mark of what was listed).
+    """
+    store = root / STORE
+    live = sweep.live_trainings(store)
+    needs = sweep.Needs.from_json(request["needs"])
+    needed, targets = sweep.closure(store, needs.results | {("train", key) for key in live})
+    needs.results |= needed
+    needs.targets |= targets
+    found = sweep.in_workdir(root, needs, Path(__file__).resolve().parents[1].name)
+    answer: dict[str, Any] = {
+        "garbage": [[str(item.path.relative_to(root)), item.size, item.files, item.why, item.mark] for item in found],
+        "live": sorted(live),
+        "askers": sorted(path.read_text().strip() for path in (root / ASKERS).glob("[0-9a-f]*")),
+    }
+    if request.get("delete") is not None:
+        listed = {str(path): str(mark) for path, mark in request["delete"]}
+        same = {str(item.path.relative_to(root)): item for item in found}
+        gone, kept = sweep.remove(replace(same[path], mark=mark) for path, mark in listed.items() if path in same)
+        answer["gone"] = [str(item.path.relative_to(root)) for item in gone]
+        answer["kept"] = [[str(path.relative_to(root)), why] for path, why in kept]
+        answer["kept"] += [[path, "it is needed now"] for path in listed if path not in same and (root / path).exists()]
+    return answer, []
+
+
 def do_view(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
     """Makes a folder of hard links to the outputs of a result, to be shipped; says where."""
     directory = stage_directory(root / STORE, request["stage"], request["key"])
@@ -328,42 +361,10 @@ def rehearse_part(store: Path, request: dict[str, Any]) -> dict[str, Any]:
         return try_drafter(store, request["scratch"], request)
 
 
-def _note_asker(root: Path, asker: str) -> None:
-    path = root / ASKERS / hashlib.sha256(asker.encode()).hexdigest()[:12]
-    if asker and not path.exists():
-        write_atomically(path, f"{asker}\n")
-
-
-def do_gc(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """Lists what nothing needs here; deletes what was listed before, as far as it is the same and still not needed.
-
-    The request: `needs` (`sweep.Needs`), `delete` (None, or path and mark of what was listed).
-    """
-    store = root / STORE
-    live = sweep.live_trainings(store)
-    needs = sweep.Needs.from_json(request["needs"])
-    needed, targets = sweep.closure(store, needs.results | {("train", key) for key in live})
-    needs.results |= needed
-    needs.targets |= targets
-    found = sweep.in_workdir(root, needs, Path(__file__).resolve().parents[1].name)
-    answer: dict[str, Any] = {
-        "garbage": [[str(item.path.relative_to(root)), item.size, item.files, item.why, item.mark] for item in found],
-        "live": sorted(live),
-        "askers": sorted(path.read_text().strip() for path in (root / ASKERS).glob("[0-9a-f]*")),
-    }
-    if request.get("delete") is not None:
-        listed = {str(path): str(mark) for path, mark in request["delete"]}
-        same = {str(item.path.relative_to(root)): item for item in found}
-        gone, kept = sweep.remove(replace(same[path], mark=mark) for path, mark in listed.items() if path in same)
-        answer["gone"] = [str(item.path.relative_to(root)) for item in gone]
-        answer["kept"] = [[str(path.relative_to(root)), why] for path, why in kept]
-        answer["kept"] += [[path, "it is needed now"] for path in listed if path not in same and (root / path).exists()]
-    return answer, []
-
-
 ACTIONS: dict[str, Callable[[Path, dict[str, Any]], tuple[dict[str, Any], list[Path]]]] = {
     "stage": do_stage,
     "check": do_check,
+    "gc": do_gc,
     "view": do_view,
     "stop": do_stop,
     "resume": do_resume,
@@ -373,7 +374,6 @@ ACTIONS: dict[str, Callable[[Path, dict[str, Any]], tuple[dict[str, Any], list[P
     "checkpoint": do_checkpoint,
     "training": do_training,
     "rehearse": do_rehearse,
-    "gc": do_gc,
 }
 
 

@@ -147,7 +147,8 @@ def in_workdir(root: Path, needs: Needs, own_code: str) -> list[Garbage]:
             continue
         if folder.name not in needs.targets:
             found.append(measured(folder, "a target that no run needs"))
-    found += _partials(root / "targets", lambda name: ("target", name, None) in needs.coming)
+    arriving_targets = {key for stage, key, _ in needs.coming if stage == "target"}
+    found += _partials(_folders(root / "targets"), arriving_targets)
     for path in sorted((root / "files").glob("*")):
         if path.is_file() and path.name not in needs.files:
             found.append(measured(path, "a file that no planned run reads"))
@@ -170,29 +171,32 @@ def measured(path: Path, why: str) -> Garbage:
 
 
 def _folders(base: Path) -> list[Path]:
-    return sorted(path for path in base.glob("*") if path.is_dir() and not path.is_symlink())
+    try:
+        with os.scandir(base) as entries:
+            return [base / name for name in sorted(item.name for item in entries if item.is_dir(follow_symlinks=False))]
+    except OSError:
+        return []
 
 
 def _leftovers(folder: Path, stage: str, needs: Needs) -> list[Garbage]:
     """What jobs and shipments that ended early have left in the folder of a result that is needed."""
+    inside = _folders(folder)
     found = [
-        measured(path, "left by a job that has ended") for path in _folders_named(folder, ".work") if not _busy(path)
+        measured(path, "left by a job that has ended")
+        for path in inside
+        if path.name.startswith(".work") and not _busy(path)
     ]
-    for place in (folder, *_folders_named(folder, "step_")):
+    for place in (folder, *(path for path in inside if path.name.startswith("step_"))):
         number = place.name.removeprefix("step_") if place is not folder else ""
-        step = int(number) if number.isdigit() else None
-        coming = (stage, folder.name, step) in needs.coming
-        found += _partials(place, lambda _name, coming=coming: coming)
+        coming = (stage, folder.name, int(number) if number.isdigit() else None) in needs.coming
+        hidden = [path for path in (inside if place is folder else _folders(place)) if path.name.startswith(".")]
+        found += _partials(hidden, {_partial_of(path) for path in hidden} if coming else set())
         found += [
             measured(path, "left by a shipment that was cut off")
-            for path in _folders_named(place, ".")
+            for path in hidden
             if path.name.endswith(".pin") and not _locked(path)
         ]
     return found
-
-
-def _folders_named(folder: Path, start: str) -> list[Path]:
-    return [path for path in _folders(folder) if path.name.startswith(start)]
 
 
 def _partial_of(folder: Path) -> str | None:
@@ -201,16 +205,22 @@ def _partial_of(folder: Path) -> str | None:
     return ".".join(parts[1:-2]) if len(parts) > 3 and not parts[0] and parts[-1] == "partial" else None
 
 
-def _partials(base: Path, coming: Any) -> list[Garbage]:
+def _partials(folders: Iterable[Path], coming: Collection[str | None]) -> list[Garbage]:
     """Shipments that began to arrive, that nobody sends now and that no planned run will go on with.
 
     One that is whole but for its receipt is what the next shipment knows its own content by: it stays.
+
+    Args:
+        coming: names of what a planned run still needs.
     """
     found = []
-    for folder in _folders(base):
+    for folder in folders:
         name = _partial_of(folder)
-        if name is None or coming(name) or _locked(folder):
+        if name is None or name in coming or _locked(folder):
             continue
+        if name.startswith("."):
+            continue  # no result and no copy of one: something on its way between two places, which goes on by itself
+        base = folder.parent
         receipt = base / f".{name}.shipment.json"
         if (base / name).exists() and not receipt.exists() and not (folder / "data").exists():
             continue
@@ -219,7 +229,9 @@ def _partials(base: Path, coming: Any) -> list[Garbage]:
 
 
 def _stale_environments(store: Path, needed: Collection[Name]) -> list[Garbage]:
-    """Environments that no receipt of a needed result names."""
+    """Environments that no receipt of a needed result names; none while a training is at work, whose receipts are to come."""
+    if live_trainings(store):
+        return []
     folders = [base / stage / key for stage, key in needed for base in (store, store / "shipped")]
     kept = {receipt.environment for folder in folders for receipt in _receipts(folder)}
     return [

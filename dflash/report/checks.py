@@ -270,16 +270,18 @@ def code(evidence: Evidence) -> Check:
     places = [("planning", facts)] + [(f"environment {name}", item.git) for name, item in evidence.environments.items()]
     dirty = [(where, item) for where, item in places if item.get("dirty")]
     commit = str(facts.get("commit") or "")
+    kept = f" The exact code is kept as {evidence.manifest.code[:16]}." if evidence.manifest.code else ""
     if dirty:
         changed = sorted({str(name) for _, item in dirty for name in item.get("changed") or []})
-        words = f"Uncommitted changes in the working tree on top of commit {commit[:12] or 'unknown'}."
+        words = f"Uncommitted changes in the working tree on top of commit {commit[:12] or 'unknown'}.{kept}"
         return Check("code", title, "look", words, tuple(changed[:20]))
     commits = {str(item["commit"])[:12] for _, item in places if item.get("commit")}
     if len(commits) > 1:
         words = f"Results come from {len(commits)} commits; the keys say which code each stage ran."
         return Check("code", title, "holds", words, tuple(sorted(commits)))
     if not commit:
-        return Check("code", title, "unknown", "Not run from a git checkout, so no commit is recorded.")
+        words = f"Not run from a git checkout, so no commit is recorded.{kept}"
+        return Check("code", title, "holds" if kept else "unknown", words)
     return Check("code", title, "holds", f"Commit {commit[:12]}, nothing uncommitted.")
 
 
@@ -290,7 +292,9 @@ def adoptions(evidence: Evidence) -> Check:
     if not listed:
         return Check("adoptions", title, "holds", "None: every result was made by the code of its key.")
     told = tuple(", ".join(f"{name} {value}" for name, value in sorted(item.items())) for item in listed)
-    words = f"{len(listed)} older {'result was' if len(listed) == 1 else 'results were'} kept after a change of code, by decision."
+    words = (
+        f"{number_of(len(listed), 'older result was', 'older results were')} kept after a change of code, by decision."
+    )
     return Check("adoptions", title, "look", words, told)
 
 

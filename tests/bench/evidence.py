@@ -1,6 +1,16 @@
 """What a large store costs to ask: 1,000 checkpoints of three runs, 20,000 files. Wall time and peak memory of each command.
 
 The store is written here, true to every schema and to the keys that the plan computes, without a single training.
+
+Measured on two cores of a shared virtual machine with Python 3.11, 1,002 checkpoints, 20,065 files (`dflash --help`: 0.09 s):
+
+    dflash plan                      0.87 s    46 MB      at most 10 s is asked for
+    dflash plan --verify             1.8 s     58 MB
+    dflash inspect of a checkpoint   0.27 s    38 MB      at most 1 s
+    dflash compare of two runs       0.35 s    47 MB
+    dflash watch --once              0.87 s    45 MB
+    dflash gc                        1.2 s     60 MB      at most 10 s; seconds of processor, the machine was busy
+    report of 334 evaluations        1.7 s     208 MB     at most 60 s
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 from dflash.hosts import lease
 from dflash.plan import sweep
 from dflash.plan.sweep import Needs, in_workdir, remove
+from dflash.ship import sink
 
 KEY, OTHER = "a" * 12, "b" * 12
 OWN = "0" * 16
@@ -206,3 +207,51 @@ def test_a_deletion_that_was_cut_off_is_finished_by_the_next(root: Path) -> None
     assert f"results/store/train/.gone-{KEY}" in listed(root, Needs({("train", KEY)}))
     remove(in_workdir(root, Needs({("train", KEY)}), OWN))
     assert list((root / "results/store/train").iterdir()) == []
+
+
+def test_an_environment_whose_receipt_a_living_training_has_yet_to_write_stays(root: Path) -> None:
+    path = root / "results/store/environments/abcdefabcdef.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    name = str(path.relative_to(root))
+    assert name in listed(root)
+    lease_file = root / f"results/store/train/{KEY}/lease.json"
+    held = lease.acquire([lease_file], lease.new_record("cpu", KEY, "run"))
+    try:
+        assert name not in listed(root)
+    finally:
+        held.release()
+
+
+def test_a_real_destination_at_work_keeps_what_has_arrived_and_its_death_gives_it_up(
+    root: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(b"x" * 5000)
+    files = sink.hash_all(str(source), sink.listing(str(source), []), lambda count: None)
+    place = root / f"results/store/shipped/train/{KEY}/step_4/drafter"
+    request = {"do": "prepare", "path": str(place), "root": sink.root_digest(files), "files": files}
+    process = subprocess.Popen(
+        [sys.executable, sink.__file__, "destination"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(sink.encode({**request, "session": "s", "wait": 5}))
+        process.stdin.flush()
+        while b"missing" not in process.stdout.readline():
+            pass
+        (partial,) = place.parent.glob(".drafter.*.partial")
+        needs = Needs({("train", KEY)})
+        assert str(partial.relative_to(root)) not in listed(root, needs)
+        assert remove([sweep.measured(partial.parents[1], "")])[1] == [
+            (partial.parents[1], "somebody has begun to use it")
+        ]
+        assert (partial / "data/model.safetensors").exists()
+    finally:
+        process.kill()
+        process.communicate()
+    assert str(partial.relative_to(root)) in listed(root, needs)
+    remove([item for item in in_workdir(root, needs, OWN) if item.path == partial])
+    assert not partial.exists()

@@ -59,6 +59,14 @@ def test_a_planted_cause_flips_its_own_check_and_no_other(
     assert [other for other, check in found.items() if check.standing != "holds"] == [name]
 
 
+def test_code_that_was_kept_can_be_had_again_without_a_commit(tmp_path: Path) -> None:
+    made = make_run(tmp_path, Story(git={}))
+    made.manifest.code = "c" * 64
+    check = checks_of(made)["code"]
+    assert check.standing == "holds"
+    assert f"kept as {'c' * 16}" in check.words
+
+
 def swap_bytes(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
