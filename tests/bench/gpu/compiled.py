@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
-from shapes import TWO_LAYERS, fla_is_there  # noqa: E402
+from shapes import LENGTHS_27B, TWO_LAYERS, drafter_27b, fla_is_there  # noqa: E402
 from topology import counting_texts  # noqa: E402
 from train_store import TINY, Training, identity, make_training  # noqa: E402
 
@@ -62,16 +62,10 @@ def make(folder: Path, given: argparse.Namespace) -> Training:
         sizes = {"mean": 30.0, "longest": 96}
         values: dict[str, Any] = {"target": identity(TINY)}
     else:
-        sizes = {"mean": 2202.0, "longest": 8192}
+        sizes = LENGTHS_27B
         values = {
             "target": identity(RandomTarget(**TWO_LAYERS)),
-            "block_size": 16,
-            "num_draft_layers": 1,
-            "target_layer_ids": [1],
-            "head_dim": 128,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 17408,
+            **drafter_27b(2, 1),
             "max_anchors": given.anchors,
             "lr": 1e-4,
             "dtype": "bfloat16",

@@ -37,8 +37,8 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
-from road import SHAPES_27B  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from shapes import SHAPES_27B  # noqa: E402
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # noqa: E402
 
 from dflash.base.errors import PermanentError  # noqa: E402
