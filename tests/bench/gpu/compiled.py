@@ -1,7 +1,7 @@
 """Training under torch.compile on one GPU: graphs, recompilations and memory over many steps of mixed lengths.
 
     python tests/bench/gpu/compiled.py [--steps 200] [--buckets 3]
-    python tests/bench/gpu/compiled.py --tiny --device cpu --backend eager --steps 20
+    python tests/bench/gpu/compiled.py --small --device cpu --backend eager --steps 20
 
 A two-layer cut of Qwen3.6-27B's shapes and a drafter of one layer of its published shape, both roles in one process. First a
 few steps as they are, then the whole number compiled, from the same weights on the same batches. Prints one JSON line: graphs
@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--backend", default=forward.BACKEND)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", "--small", action="store_true", help="a tiny target and drafter")
     given = parser.parse_args()
     forward.BACKEND = given.backend
     heard = Heard()
