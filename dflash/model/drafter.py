@@ -319,7 +319,8 @@ class Drafter(nn.Module):
             attention_mask: [b, S], nonzero on tokens; right padding only.
             anchor_chunk: anchors at a time, to bound memory; the result is the same. None: all at once.
             block_size: slots to draft, when other than the config's.
-            recompute: recompute the activations of each chunk in the backward pass instead of keeping them.
+            recompute: recompute the activations of each chunk in the backward pass instead of keeping them. Of a single chunk
+                they are kept: all of them would exist at once in either case.
             recompute_layers: recompute those of each layer, so that one layer's exist at a time; the same bits on a CPU.
 
         Raises:
@@ -350,7 +351,7 @@ class Drafter(nn.Module):
             stop = start + step
             part = anchors[:, start:stop]
             valid = None if anchor_valid is None else anchor_valid[:, start:stop]
-            if recompute and torch.is_grad_enabled():
+            if recompute and step < count and torch.is_grad_enabled():
                 outputs.append(checkpoint(draft, part, valid, use_reentrant=False))
             else:
                 outputs.append(draft(part, valid))

@@ -118,8 +118,17 @@ class DraftForward:
             "recompute_layers": self._params.activation_checkpointing,
         }
         if self._compiled is None:
+            # Said, so that the drafter need not look for padding on the left, and wait for the device to answer.
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
             return self._drafter(
-                features, input_ids, anchors, embed, anchor_valid=anchor_valid, attention_mask=attention_mask, **how
+                features,
+                input_ids,
+                anchors,
+                embed,
+                anchor_valid=anchor_valid,
+                attention_mask=attention_mask,
+                position_ids=positions,
+                **how,
             )
         import torch._dynamo as dynamo  # a second to import, which only a compiled training needs
 

@@ -98,7 +98,13 @@ class ObjectiveSums:
 
 
 def objective(
-    hidden: Tensor, labels: Tensor, weights: Tensor, lm_head: HiddenToLogits, *, logit_chunk: int = 1024
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    lm_head: HiddenToLogits,
+    *,
+    logit_chunk: int = 1024,
+    counted: Tensor | None = None,
 ) -> ObjectiveSums:
     """Weighted cross entropy and accuracy of drafted blocks, as sums.
 
@@ -107,17 +113,21 @@ def objective(
         labels, weights: [b, n, B] from `labels_and_weights`.
         lm_head: the target's head, frozen: its weights get no gradient.
         logit_chunk: slots whose logits exist at once.
+        counted: int64 [m], the flat indices of slots with a weight, where they are known already; looking for them here
+            waits for the device.
 
     Cross entropy is computed in float32, or in float64 if the logits are. A batch in which nothing counts gives zero
     sums that can still be differentiated, so that no rank has to skip its backward pass.
     """
-    loss_sum, hits = _ChunkedCrossEntropy.apply(hidden, labels, weights, lm_head, logit_chunk)
-    counted = weights > 0
+    if counted is None:
+        counted = weights.flatten().nonzero().flatten()
+    loss_sum, hits = _ChunkedCrossEntropy.apply(hidden, labels, weights, lm_head, logit_chunk, counted)
+    heavy = weights > 0
     return ObjectiveSums(
         loss_sum=loss_sum,
         weight_sum=weights.sum(),
-        correct=(hits & counted).flatten(0, 1).sum(dim=0),
-        counts=counted.flatten(0, 1).sum(dim=0),
+        correct=(hits & heavy).flatten(0, 1).sum(dim=0),
+        counts=heavy.flatten(0, 1).sum(dim=0),
     )
 
 
@@ -126,13 +136,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, labels: Tensor, weights: Tensor, lm_head: HiddenToLogits, chunk: int
+        ctx: Any, hidden: Tensor, labels: Tensor, weights: Tensor, lm_head: HiddenToLogits, chunk: int, counted: Tensor
     ) -> tuple[Tensor, Tensor]:
         rows, flat_labels, flat_weights = hidden.flatten(0, 2), labels.flatten(), weights.flatten()
         total = torch.zeros((), dtype=weights.dtype, device=hidden.device)
         hits = torch.zeros_like(flat_labels, dtype=torch.bool)
         gradient = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
-        counted = flat_weights.nonzero().flatten()
         for part in counted.split(chunk):
             with torch.set_grad_enabled(gradient is not None):
                 piece = rows[part].detach().requires_grad_(gradient is not None)
@@ -153,4 +162,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0].to(gradient.dtype), None, None, None, None
+        return gradient * outputs[0].to(gradient.dtype), None, None, None, None, None

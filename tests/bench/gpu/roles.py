@@ -17,11 +17,11 @@ from dflash.base.stage import HostContext
 from dflash.base.store import load_inputs, read_params
 from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_samples
 from dflash.model.drafter import DrafterConfig
-from dflash.model.target import Target, check_features
+from dflash.model.target import Target
 from dflash.train.prepare import drafter_config, load_checked_target, load_target_ends
 from dflash.train.stream import token_digest
 from dflash.train.train_params import TrainParams
-from dflash.train.trainer import DTYPES, Learner, StepSums, batch_plan, prepare_process
+from dflash.train.trainer import DTYPES, Learner, StepSums, batch_plan, on_device, prepare_process
 
 
 @dataclass
@@ -48,11 +48,11 @@ class Job:
         return cls(params, drafter_config(params), plan, samples, torch.device(device))
 
     def tensors(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Tokens and attention mask of a batch on the device."""
+        """Tokens of a batch on the device, and its attention mask on the host."""
         pad = self.params.target.pad_token_id
         collated = collate(batch, self.samples, 0 if pad is None else pad)
-        input_ids = torch.from_numpy(collated["input_ids"]).to(self.device)
-        return input_ids, torch.from_numpy(collated["attention_mask"]).to(device=self.device, dtype=torch.long)
+        input_ids = on_device(torch.from_numpy(collated["input_ids"]), self.device)
+        return input_ids, torch.from_numpy(collated["attention_mask"]).long()
 
 
 class TargetWork:
@@ -84,12 +84,8 @@ class ReadyLearner(Learner):
         if self.ready is None:
             return super().features(input_ids, attention_mask, batch)
         rows, length = input_ids.shape
-        mask = attention_mask.to(device=self.ready.device, dtype=self.ready.dtype)
-        found = self.ready[: rows * length].view(rows, length, -1) * mask[..., None]
-        lengths = [int(size) for size in batch.lengths]
-        taps = len(self.config.target_layer_ids)
-        check_features(found, lengths, batch.batch_id, taps=taps, width=self.config.feature_size)
-        return found
+        mask = on_device(attention_mask.to(self.ready.dtype), self.ready.device)
+        return self.ready[: rows * length].view(rows, length, -1) * mask[..., None]
 
 
 class DrafterWork:
@@ -111,7 +107,8 @@ class DrafterWork:
         sums = StepSums()
         self.learner.clear_gradients()
         for batch in self.job.plan.step(step):
-            self.learner.add(batch, self.job.samples, sums)
+            self.learner.learn(batch, self.job.samples, sums)
+        sums.read()
         self.learner.update(self.learner.gradient_norm(sums.weight), step + 1)
         self.losses.append(sums.loss / max(sums.weight, 1e-9))
         wait(self.job.device)
