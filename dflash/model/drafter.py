@@ -6,7 +6,7 @@ token at anchor + k; there is no shift. Embedding and head are the target's, fro
 
 The arithmetic and the tensor names are those of the published checkpoints (z-lab dflash 0.1.0), so that an export loads
 in servers unchanged. Attention here is the reference: torch's `scaled_dot_product_attention` under an explicit boolean
-mask.
+mask; or, where it is asked for, flex attention under the same mask in tiles, of which it skips the empty ones.
 
 Cost: a drafter of the 27B shape (H 5120, 5 layers) is 1.73 B parameters. A forward holds keys and values of the context
     for every layer (2 * layers * S * kv_heads * head_dim numbers) and, for `anchor_chunk` anchors at a time, the mask
@@ -17,6 +17,7 @@ Cost: a drafter of the 27B shape (H 5120, 5 layers) is 1.73 B parameters. A forw
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +26,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from dflash.base.errors import ConfigError, PermanentError
 from dflash.model import draws
-from dflash.model.masks import block_mask, document_positions
+from dflash.model.masks import block_mask, document_positions, sparse_block_mask
 from dflash.model.taps import check_taps
 
+ATTENTIONS = ("sdpa", "flex")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 TokensToHidden = Callable[[Tensor], Tensor]
@@ -178,6 +181,23 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+@functools.cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)
+
+
+def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
+    """Flex attention, [b, heads, T, d] over fewer key heads. Compiled on a GPU. Where torch has no backward of it, on a CPU, the
+    tiles' own rule is written out as a whole mask."""
+    if query.is_cuda or not torch.is_grad_enabled():
+        flex = _compiled_flex() if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        mixed: Tensor = flex(query, keys, values, block_mask=mask, enable_gqa=True)
+        return mixed
+    batch, _, queries, length = mask.shape
+    whole = create_mask(mask.mask_mod, batch, 1, queries, length, device=str(query.device))
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=whole, enable_gqa=True)
+
+
 class Attention(nn.Module):
     """Attention from the block to [context ; block]. The same key and value projections serve both parts."""
 
@@ -202,14 +222,19 @@ class Attention(nn.Module):
         return keys, self.heads(self.v_proj(x)).transpose(1, 2)
 
     def forward(
-        self, block: Tensor, context: tuple[Tensor, Tensor], table: tuple[Tensor, Tensor], mask: Tensor
+        self, block: Tensor, context: tuple[Tensor, Tensor], table: tuple[Tensor, Tensor], mask: Tensor | BlockMask
     ) -> Tensor:
-        """[b, T, H] -> [b, T, H]; `context` from `keys_values`, `mask` bool [b, 1, T, S + T]."""
+        """[b, T, H] -> [b, T, H]; `context` from `keys_values`, `mask` bool [b, 1, T, S + T] or the same in tiles."""
         query = rotate(self.q_norm(self.heads(self.q_proj(block))).transpose(1, 2), table)
         keys, values = self.keys_values(block, table)
-        keys = torch.cat([context[0].to(keys.dtype), keys], dim=2).repeat_interleave(self.group, dim=1)
-        values = torch.cat([context[1].to(values.dtype), values], dim=2).repeat_interleave(self.group, dim=1)
-        mixed = F.scaled_dot_product_attention(query.to(values.dtype), keys.to(values.dtype), values, attn_mask=mask)
+        keys = torch.cat([context[0].to(keys.dtype), keys], dim=2)
+        values = torch.cat([context[1].to(values.dtype), values], dim=2)
+        query, keys = query.to(values.dtype), keys.to(values.dtype)
+        if isinstance(mask, BlockMask):
+            mixed = attend_in_tiles(query, keys, values, mask)
+        else:
+            keys, values = (part.repeat_interleave(self.group, dim=1) for part in (keys, values))
+            mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -239,7 +264,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, block: Tensor, context: tuple[Tensor, Tensor], table: tuple[Tensor, Tensor], mask: Tensor
+        self, block: Tensor, context: tuple[Tensor, Tensor], table: tuple[Tensor, Tensor], mask: Tensor | BlockMask
     ) -> Tensor:
         """[b, T, H] -> [b, T, H]."""
         block = block + self.self_attn(self.input_layernorm(block), context, table, mask)
@@ -304,6 +329,7 @@ class Drafter(nn.Module):
         block_size: int | None = None,
         recompute: bool = False,
         recompute_layers: bool = False,
+        attention: str = "sdpa",
     ) -> Tensor:
         """Draft from many anchors at once: [b, n, block_size, H], after the final norm, ready for the target's head.
 
@@ -322,6 +348,7 @@ class Drafter(nn.Module):
             recompute: recompute the activations of each chunk in the backward pass instead of keeping them. Of a single chunk
                 they are kept: all of them would exist at once in either case.
             recompute_layers: recompute those of each layer, so that one layer's exist at a time; the same bits on a CPU.
+            attention: one of `ATTENTIONS`.
 
         Raises:
             PermanentError: shapes that do not fit, or left padding without position ids.
@@ -339,6 +366,7 @@ class Drafter(nn.Module):
             "attention_mask": attention_mask,
             "document_ids": document_ids,
             "recompute_layers": recompute_layers and torch.is_grad_enabled(),
+            "attention": attention,
         }
 
         def draft(part: Tensor, valid: Tensor | None) -> Tensor:
@@ -375,6 +403,7 @@ class Drafter(nn.Module):
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         recompute_layers: bool = False,
+        attention: str = "sdpa",
     ) -> Tensor:
         """Blocks over a context that `remember` has made: [b, n, size, H]. Arguments as `forward`; `memory` holds S places, and
         what stands in it at an anchor or after it is not seen."""
@@ -385,18 +414,18 @@ class Drafter(nn.Module):
         slots = torch.arange(size, device=input_ids.device)
         block_positions = (positions.gather(1, anchors)[..., None] + slots).flatten(1)
         table = rotary_table(block_positions, self.config.head_dim, self.config.rope_theta, block.dtype)
-        masks = {
-            kind: block_mask(
-                anchors,
-                positions,
-                size,
-                window=self.config.sliding_window if kind == "sliding_attention" else None,
-                anchor_valid=anchor_valid,
-                attention_mask=attention_mask,
-                document_ids=document_ids,
-            )[:, None]
-            for kind in set(self.config.layer_types)
+        seen: dict[str, Any] = {
+            "anchor_valid": anchor_valid,
+            "attention_mask": attention_mask,
+            "document_ids": document_ids,
         }
+        masks: dict[str, Tensor | BlockMask] = {}
+        for kind in sorted(set(self.config.layer_types)):
+            window = self.config.sliding_window if kind == "sliding_attention" else None
+            if attention == "flex":
+                masks[kind] = sparse_block_mask(anchors, positions, size, window=window, **seen)
+            else:
+                masks[kind] = block_mask(anchors, positions, size, window=window, **seen)[:, None]
         for layer, context in zip(self.layers, memory, strict=True):
             if recompute_layers:
                 block = checkpoint(layer, block, context, table, masks[layer.layer_type], use_reentrant=False)

@@ -116,6 +116,7 @@ class DraftForward:
             "anchor_chunk": self._params.anchor_chunk,
             "recompute": self._params.anchor_chunk is not None,
             "recompute_layers": self._params.activation_checkpointing,
+            "attention": self._params.attention,
         }
         if self._compiled is None:
             # Said, so that the drafter need not look for padding on the left, and wait for the device to answer.

@@ -1,6 +1,6 @@
 """One drafter step (forward, loss, backward) on one GPU: ours in several placements, and the training model of SpecForge.
 
-    python tests/bench/gpu/drafter_step.py --specforge FOLDER [--rounds 7] [--placed plain packed ...]
+    python tests/bench/gpu/drafter_step.py --specforge FOLDER [--rounds 7] [--placed plain flex ...]
     python tests/bench/gpu/drafter_step.py --small [--specforge FOLDER]                  (a CPU, seconds)
 
 FOLDER is the unpacked wheel of SpecForge 0.2.0 (`python -m zipfile -e specforge-0.2.0-py3-none-any.whl FOLDER`); without it
@@ -47,7 +47,9 @@ from dflash.train.train_params import TrainParams  # noqa: E402
 PLACED: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"anchor_chunk": 128},
+    "flex": {"attention": "flex"},
     "compiled": {"compile": True},
+    "compiled flex": {"compile": True, "attention": "flex"},
 }
 """Placements of ours: none of them changes what is learned."""
 GAMMA = 7.0
@@ -270,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--anchors", type=int, default=512)
-    parser.add_argument("--placed", nargs="+", default=["plain", "chunked"], choices=list(PLACED))
+    parser.add_argument("--placed", nargs="+", default=["plain", "chunked", "flex"], choices=list(PLACED))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny drafter on a CPU")
     given = parser.parse_args(arguments)
