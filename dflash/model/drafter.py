@@ -141,6 +141,25 @@ def _require(holds: bool, field: str, value: object, must: str) -> None:
         raise ConfigError(f"{field} = {value!r} {must}", where="drafter config")
 
 
+def root_mean_square(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` [..., size] over the root of its mean square, times `weight`; computed in float32 (float64 stays float64)."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * exact.to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU: silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+@functools.cache
+def fused(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """A pointwise function as one kernel, for any length; one graph a rank and type of its arguments."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+    return compiled
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32 (float64 stays float64)."""
 
@@ -148,12 +167,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.run: Callable[[Tensor, Tensor, float], Tensor] = root_mean_square
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], in the type of `x`."""
-        exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * exact.to(x.dtype)
+        return self.run(x, self.weight, self.eps)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -203,6 +221,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
+        self.turn: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] = rotate
         self.head_dim = config.head_dim
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = _linear(config.hidden_size, config.num_attention_heads * config.head_dim)
@@ -218,14 +237,14 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values of `x` [b, T, H]: two tensors [b, kv_heads, T, head_dim]."""
-        keys = rotate(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), table)
+        keys = self.turn(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), table)
         return keys, self.heads(self.v_proj(x)).transpose(1, 2)
 
     def forward(
         self, block: Tensor, context: tuple[Tensor, Tensor], table: tuple[Tensor, Tensor], mask: Tensor | BlockMask
     ) -> Tensor:
         """[b, T, H] -> [b, T, H]; `context` from `keys_values`, `mask` bool [b, 1, T, S + T] or the same in tiles."""
-        query = rotate(self.q_norm(self.heads(self.q_proj(block))).transpose(1, 2), table)
+        query = self.turn(self.q_norm(self.heads(self.q_proj(block))).transpose(1, 2), table)
         keys, values = self.keys_values(block, table)
         keys = torch.cat([context[0].to(keys.dtype), keys], dim=2)
         values = torch.cat([context[1].to(values.dtype), values], dim=2)
@@ -243,13 +262,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
+        self.run: Callable[[Tensor, Tensor], Tensor] = gated
         self.gate_proj = _linear(config.hidden_size, config.intermediate_size)
         self.up_proj = _linear(config.hidden_size, config.intermediate_size)
         self.down_proj = _linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.run(self.gate_proj(x), self.up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -286,6 +306,16 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if seed is not None:
             self.draw_weights(seed)
+
+    def fuse(self, backend: str) -> None:
+        """Has norms, rotary positions and SwiGLU run as one kernel each, compiled at their first call (seconds)."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.run = fused(root_mean_square, backend)
+            elif isinstance(module, Attention):
+                module.turn = fused(rotate, backend)
+            elif isinstance(module, MLP):
+                module.run = fused(gated, backend)
 
     @torch.no_grad()
     def draw_weights(self, seed: int, std: float = 0.02) -> None:

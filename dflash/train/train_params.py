@@ -109,6 +109,9 @@ class TrainParams(Params):
         "sdpa",
         description="how the drafter attends: over every pair, or with flex attention over the tiles that are seen",
     )
+    fuse: bool = placement(
+        False, description="compile norms, rotary positions, SwiGLU and the loss alone, for any length"
+    )
     compile: bool = placement(False, description="compile the drafter, in one fixed shape a length bucket")
     logit_chunk: int = placement(4096, ge=1, unit="rows", description="rows of logits that exist at once")
     max_nonfinite: int = placement(

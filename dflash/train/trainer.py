@@ -308,6 +308,7 @@ class Learner:
             self.target.lm_head,
             logit_chunk=self.params.logit_chunk,
             counted=on_device(counted, self.device),
+            entropy=self.forward.entropy,
         )
         found.loss_sum.backward()
         self._add_gradients()

@@ -45,7 +45,7 @@ def test_target_features_are_compared_on_the_same_features() -> None:
 def test_a_drafter_step_is_told_for_every_placement_with_and_without_packing() -> None:
     found = lines("drafter_step.py", "--small")
     assert {name for name, told in found["drafter step, long"].items() if isinstance(told, dict) and "n" in told} == {
-        "plain", "chunked",
+        "plain", "chunked", "fused flex",
     }  # fmt: skip
     mean = found["drafter step, mean"]
     assert all(is_spread(mean[name]) for name in ("plain", "plain, all anchors", "chunked"))
@@ -73,10 +73,12 @@ def test_the_fast_path_learns_what_the_reference_learns() -> None:
     assert starts["other_anchors"] != starts["reference"]
 
 
-def test_a_compiled_training_of_mixed_lengths_makes_no_graph_after_its_warm_up() -> None:
-    found = lines("compiled.py", "--small", "--device", "cpu", "--threads", "1", "--backend", "eager", "--steps", "12")
-    told = found["compiled training"]
-    assert told["graphs"] == told["graphs_when_every_bucket_was_seen"] <= told["buckets"]
+@pytest.mark.parametrize("placed", ['{"compile": true}', '{"fuse": true, "attention": "flex"}'])
+def test_a_training_of_mixed_lengths_makes_no_graph_after_its_warm_up(placed: str) -> None:
+    small = ["--small", "--device", "cpu", "--threads", "1", "--backend", "eager", "--steps", "12"]
+    told = lines("compiled.py", *small, "--placed", placed)["compiled training"]
+    assert told["graphs"] == told["graphs_when_every_bucket_was_seen"] > 0
+    assert told["graphs"] <= told["buckets"] or "fuse" in placed
 
 
 @pytest.mark.skipif("DFLASH_SPECFORGE_PATH" not in os.environ, reason="needs the unpacked wheel of SpecForge 0.2.0")

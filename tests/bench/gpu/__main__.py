@@ -19,18 +19,23 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS: dict[str, tuple[int, list[str], list[str]]] = {
-    "drafter_step.py": (420, [], []),
-    "fast_path.py": (240, ["--backend", "inductor"], ["--steps", "20"]),
-    "compiled.py": (
-        420,
-        ["--steps", "200"],
-        ["--steps", "12", "--plain-steps", "4", "--backend", "eager", "--device", "cpu"],
+FUSED = '{"fuse": true, "attention": "flex", "anchor_chunk": 64}'
+SCRIPTS: dict[str, tuple[str, int, list[str], list[str]]] = {
+    "drafter": ("drafter_step.py", 420, [], []),
+    "fast path": ("fast_path.py", 240, [], ["--steps", "20"]),
+    "graphs": (
+        "compiled.py", 300, ["--steps", "200", "--placed", FUSED],
+        ["--steps", "12", "--plain-steps", "4", "--backend", "eager", "--device", "cpu", "--threads", "1", "--placed", FUSED],
     ),
-    "features.py": (480, [], []),
-    "pipeline.py": (540, [], []),
-}
-"""Most seconds of each on a GPU; what to add on a GPU; what to add to --small."""
+    "features": ("features.py", 480, [], []),
+    "pipeline": ("pipeline.py", 540, [], []),
+    "pipeline, fast": ("pipeline.py", 540, ["--placed", FUSED], ["--placed", '{"anchor_chunk": 2}']),
+    "compiled": (
+        "compiled.py", 420, ["--steps", "200"],
+        ["--steps", "12", "--plain-steps", "4", "--backend", "eager", "--device", "cpu", "--threads", "1"],
+    ),
+}  # fmt: skip
+"""Script, most seconds on a GPU, what to add on a GPU, what to add to --small; the least tried last."""
 
 
 def main() -> int:
@@ -43,22 +48,22 @@ def main() -> int:
     given = parser.parse_args()
     deadline = time.monotonic() + 3600 * given.hours
     ended: dict[str, str] = {}
-    for script in given.only:
-        seconds, large, small = SCRIPTS[script]
+    for part in given.only:
+        script, seconds, large, small = SCRIPTS[part]
         left = deadline - time.monotonic()
         if left < (20 if given.small else 60):
-            ended[script] = "left out: no time"
+            ended[part] = "left out: no time"
             continue
         command = [sys.executable, str(HERE / script), *(["--small", *small] if given.small else large)]
         if given.specforge and script == "drafter_step.py":
             command += ["--specforge", str(given.specforge)]
-        print(f"{script}: at most {min(seconds, left):.0f} s", file=sys.stderr, flush=True)
+        print(f"{part}: {script}, at most {min(seconds, left):.0f} s", file=sys.stderr, flush=True)
         begun = time.monotonic()
         try:
             status = subprocess.run(command, timeout=min(seconds, left), check=False, env=dict(os.environ)).returncode
-            ended[script] = f"{'done' if status == 0 else f'exit status {status}'} in {time.monotonic() - begun:.0f} s"
+            ended[part] = f"{'done' if status == 0 else f'exit status {status}'} in {time.monotonic() - begun:.0f} s"
         except subprocess.TimeoutExpired:
-            ended[script] = f"out of time after {time.monotonic() - begun:.0f} s"
+            ended[part] = f"out of time after {time.monotonic() - begun:.0f} s"
     print(json.dumps({"name": "all", "ended": ended}), flush=True)
     return int(not all(word.startswith("done") for word in ended.values()))
 

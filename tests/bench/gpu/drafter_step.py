@@ -13,7 +13,8 @@ them).
 
 First both must learn the same: on a small drafter in float32 with equal weights and every anchor taken, loss and all
 gradients are compared. Prints a JSON line for that and one a kind of work: tokens per second with spread, seconds, peak
-memory over what was allocated before (activations and gradients), ratio to SpecForge. Takes about 4 minutes on an H200.
+memory over what was allocated before (activations and gradients), ratio to SpecForge. Estimated, not yet run there: 4 minutes
+on an H200.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from dflash.data.batches import Batch, BatchPlan  # noqa: E402
 from dflash.data.buckets_params import BucketsParams  # noqa: E402
 from dflash.model.drafter import Drafter, DrafterConfig  # noqa: E402
 from dflash.model.target_params import RandomTarget  # noqa: E402
+from dflash.train import forward  # noqa: E402
 from dflash.train.anchors import batch_anchors  # noqa: E402
 from dflash.train.forward import DraftForward  # noqa: E402
 from dflash.train.objective import labels_and_weights, objective  # noqa: E402
@@ -48,6 +50,8 @@ PLACED: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"anchor_chunk": 128},
     "flex": {"attention": "flex"},
+    "fused": {"fuse": True},
+    "fused flex": {"fuse": True, "attention": "flex"},
     "compiled": {"compile": True},
     "compiled flex": {"compile": True, "attention": "flex"},
 }
@@ -100,31 +104,33 @@ class Setting:
 # ---------------------------------------------------------------- ours
 
 
-def our_loss(setting: Setting, forward: DraftForward, inputs: Any, batch: Batch, anchors: int, seed: int) -> Tensor:
+def our_loss(setting: Setting, draft: DraftForward, inputs: Any, batch: Batch, anchors: int, seed: int) -> Tensor:
     """Weighted cross entropy over its weights, of one batch."""
     features, ids, mask = inputs
     names = [f"{seed}:{row}" for row in range(len(batch.rows))]
     at, valid = batch_anchors(mask, seed=0, sample_ids=names, epoch=0, max_anchors=anchors)
-    hidden = forward(
+    hidden = draft(
         features, ids, at, setting.embed, anchor_valid=valid, attention_mask=mask.long(), bucket=batch.bucket
     )
     labels, weights = labels_and_weights(ids, mask, at, setting.config.block_size, gamma=GAMMA, anchor_valid=valid)
-    sums = objective(hidden, labels, weights, setting.head, logit_chunk=setting.params.logit_chunk)
+    sums = objective(
+        hidden, labels, weights, setting.head, logit_chunk=setting.params.logit_chunk, entropy=draft.entropy
+    )
     return sums.loss_sum / sums.weight_sum
 
 
 def ours(setting: Setting, drafter: Drafter, placed: dict[str, Any], plan: BatchPlan, a_batch: int | None) -> Work:
     """Steps of a batch each. a_batch: anchors of a whole batch; None for `max_anchors` a sequence."""
     params = setting.params.model_copy(update=placed)
-    forward = DraftForward(params, drafter)
-    forward.fix_shapes(plan)
+    draft = DraftForward(params, drafter)
+    draft.fix_shapes(plan)
 
     def work(number: int) -> int:
         batch = plan.batch(number % plan.batches_per_epoch)
         anchors = params.max_anchors if a_batch is None else max(1, a_batch // len(batch.rows))
         drafter.zero_grad(set_to_none=True)
         inputs = setting.inputs(batch.lengths.tolist(), number + 100)
-        our_loss(setting, forward, inputs, batch, anchors, number).backward()
+        our_loss(setting, draft, inputs, batch, anchors, number).backward()
         return int(batch.lengths.sum())
 
     return work
@@ -246,7 +252,8 @@ def measure(given: argparse.Namespace) -> bool:
         for place in given.placed:
             contenders[place] = ours(setting, drafter, PLACED[place], plan, given.anchors)
             if name == "mean":
-                contenders[f"{place}, all anchors"] = ours(setting, drafter, PLACED[place], plan, None)
+                some = {"anchor_chunk": 128, **PLACED[place]}  # all at once are 170 GB of activations
+                contenders[f"{place}, all anchors"] = ours(setting, drafter, some, plan, None)
         if model is not None:
             contenders["specforge"] = theirs(setting, model, sizes)
         found = alternate(f"drafter, {name}", contenders, setting.device, given.rounds, given.warm_up)
@@ -272,13 +279,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--anchors", type=int, default=512)
-    parser.add_argument("--placed", nargs="+", default=["plain", "chunked", "flex"], choices=list(PLACED))
+    parser.add_argument("--placed", nargs="+", default=["plain", "chunked", "fused flex"], choices=list(PLACED))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny drafter on a CPU")
     given = parser.parse_args(arguments)
     given.lengths = SMALL_LENGTHS if given.small else LENGTHS_27B
     if given.small:
         given.device, given.samples, given.anchors, given.rounds, given.warm_up = "cpu", 60, 16, 3, 1
+        forward.BACKEND = "eager"  # no compiler
     return 0 if measure(given) else 1
 
 

@@ -1,6 +1,6 @@
 """Does the fast path learn what the reference learns? Loss over 200 steps, and gradients against float64, on one device.
 
-    python tests/bench/gpu/fast_path.py [--steps 200] [--fast '{"compile": true}'] [--device cuda]
+    python tests/bench/gpu/fast_path.py [--steps 200] [--fast '{"fuse": true}'] [--device cuda]
     python tests/bench/gpu/fast_path.py --small                                      (a CPU, half a minute)
 
 A hybrid target small enough to train on in minutes (random weights), counting texts that a drafter can learn, one batch
@@ -150,7 +150,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--fast", type=json.loads, default={"compile": True}, help="placement of the fast path, as JSON"
+        "--fast",
+        type=json.loads,
+        default={"fuse": True, "attention": "flex"},
+        help="placement of the fast path, as JSON",
     )
     parser.add_argument("--backend", default=forward.BACKEND, help="of torch.compile")
     parser.add_argument("--kernels", default=None, choices=["fla", "torch"], help="fla where it can be imported")

@@ -11,7 +11,7 @@ not counted. Both must give the same features first: largest difference relative
 
 Prints one JSON line: rates, ratios, and the share of the matmul ceiling in model FLOPs (twice the weights that a token passes,
 and 2 * length * width a token in each layer of full attention; the recurrence of the linear layers is not counted).
-Takes about 5 minutes on an H200, most of it drawing weights; 62 GB.
+Estimated, not yet run there: 5 minutes on an H200, most of it drawing weights; 62 GB.
 """
 
 from __future__ import annotations

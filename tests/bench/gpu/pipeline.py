@@ -1,6 +1,6 @@
 """Both roles on one GPU: what the pipeline reaches of what its halves allow, and what its time goes to.
 
-    python tests/bench/gpu/pipeline.py [--layers 64] [--rounds 5] [--placed '{"anchor_chunk": 128}']
+    python tests/bench/gpu/pipeline.py [--layers 64] [--rounds 5] [--placed '{"anchor_chunk": 64}']
     python tests/bench/gpu/pipeline.py --small                                       (a CPU, seconds)
 
 Qwen3.6-27B's shapes with random weights and the published drafter, batches of mean 2,202 under the token budget. In one
@@ -9,9 +9,9 @@ the training step that does both. `ratio` is the pipeline's rate over 1 / (1/tar
 overlapped the two could go beyond 1.
 
 Then a profile of one training step: how often and how long the host waited for the device, copies to and from the host with
-their bytes, the share of the step in which the device ran nothing, and the operators that took most of it. On a CPU the
-reads of a tensor's value are counted instead. Prints a JSON line for each. 117 GB of memory at 64 layers; `--layers 48`
-where that is too much.
+their number and time, the share of the step in which the device ran nothing, and the operators that took most of it. On a CPU
+the reads of a tensor's value are counted instead. Prints a JSON line for each. Estimated, not yet run there: 117 GB of memory
+at 64 layers; `--layers 48` where that is too much.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.small:
         given.device, given.samples, given.rounds, given.warm_up, given.threads = "cpu", 60, 3, 1, 1
     elif not given.placed:
-        given.placed = {"anchor_chunk": 128}
+        given.placed = {"anchor_chunk": 64}
     given.kernels = given.kernels or ("fla" if given.device.startswith("cuda") and fla_is_there() else "torch")
     with tempfile.TemporaryDirectory() as folder:
         measure(given, Path(folder))
