@@ -126,6 +126,12 @@ def _source_folder(
 
 
 def small_target(folder: Path, destination: Host) -> Path:
+    if not folder.is_dir():
+        raise PermanentError(
+            f"{destination.id} has no copy of the target, and neither has this machine",
+            where=str(folder),
+            remedy=f"Put it there by hand and name its folder under `hosts.{destination.id}.targets`.",
+        )
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if size > TARGET_BYTES:
         raise PermanentError(

@@ -6,7 +6,7 @@ token at anchor + k; there is no shift. Embedding and head are the target's, fro
 
 The arithmetic and the tensor names are those of the published checkpoints (z-lab dflash 0.1.0), so that an export loads
 in servers unchanged. Attention here is the reference: torch's `scaled_dot_product_attention` under an explicit boolean
-mask.
+mask; or, where it is asked for, flex attention under the same mask in tiles, of which it skips the empty ones.
 
 Cost: a drafter of the 27B shape (H 5120, 5 layers) is 1.73 B parameters. A forward holds keys and values of the context
     for every layer (2 * layers * S * kv_heads * head_dim numbers) and, for `anchor_chunk` anchors at a time, the mask
@@ -17,6 +17,7 @@ Cost: a drafter of the 27B shape (H 5120, 5 layers) is 1.73 B parameters. A forw
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +26,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from dflash.base.errors import ConfigError, PermanentError
 from dflash.model import draws
-from dflash.model.masks import block_mask, document_positions
+from dflash.model.masks import block_mask, document_positions, sparse_block_mask
 from dflash.model.taps import check_taps
 
+ATTENTIONS = ("sdpa", "flex")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 TokensToHidden = Callable[[Tensor], Tensor]
@@ -138,6 +141,25 @@ def _require(holds: bool, field: str, value: object, must: str) -> None:
         raise ConfigError(f"{field} = {value!r} {must}", where="drafter config")
 
 
+def root_mean_square(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` [..., size] over the root of its mean square, times `weight`; computed in float32 (float64 stays float64)."""
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * exact.to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU: silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+@functools.cache
+def fused(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """A pointwise function as one kernel, for any length; one graph a rank and type of its arguments."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
+    return compiled
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32 (float64 stays float64)."""
 
@@ -145,12 +167,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self.run: Callable[[Tensor, Tensor, float], Tensor] = root_mean_square
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size], in the type of `x`."""
-        exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * exact.to(x.dtype)
+        return self.run(x, self.weight, self.eps)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -178,11 +199,29 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+@functools.cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)
+
+
+def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
+    """Flex attention, [b, heads, T, d] over fewer key heads. Compiled on a GPU. Where torch has no backward of it, on a CPU, the
+    tiles' own rule is written out as a whole mask."""
+    if query.is_cuda or not torch.is_grad_enabled():
+        flex = _compiled_flex() if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        mixed: Tensor = flex(query, keys, values, block_mask=mask, enable_gqa=True)
+        return mixed
+    batch, _, queries, length = mask.shape
+    whole = create_mask(mask.mask_mod, batch, 1, queries, length, device=str(query.device))
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=whole, enable_gqa=True)
+
+
 class Attention(nn.Module):
     """Attention from the block to [context ; block]. The same key and value projections serve both parts."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
+        self.turn: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] = rotate
         self.head_dim = config.head_dim
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = _linear(config.hidden_size, config.num_attention_heads * config.head_dim)
@@ -198,18 +237,23 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values of `x` [b, T, H]: two tensors [b, kv_heads, T, head_dim]."""
-        keys = rotate(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), table)
+        keys = self.turn(self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2), table)
         return keys, self.heads(self.v_proj(x)).transpose(1, 2)
 
     def forward(
-        self, block: Tensor, context: tuple[Tensor, Tensor], table: tuple[Tensor, Tensor], mask: Tensor
+        self, block: Tensor, context: tuple[Tensor, Tensor], table: tuple[Tensor, Tensor], mask: Tensor | BlockMask
     ) -> Tensor:
-        """[b, T, H] -> [b, T, H]; `context` from `keys_values`, `mask` bool [b, 1, T, S + T]."""
-        query = rotate(self.q_norm(self.heads(self.q_proj(block))).transpose(1, 2), table)
+        """[b, T, H] -> [b, T, H]; `context` from `keys_values`, `mask` bool [b, 1, T, S + T] or the same in tiles."""
+        query = self.turn(self.q_norm(self.heads(self.q_proj(block))).transpose(1, 2), table)
         keys, values = self.keys_values(block, table)
-        keys = torch.cat([context[0].to(keys.dtype), keys], dim=2).repeat_interleave(self.group, dim=1)
-        values = torch.cat([context[1].to(values.dtype), values], dim=2).repeat_interleave(self.group, dim=1)
-        mixed = F.scaled_dot_product_attention(query.to(values.dtype), keys.to(values.dtype), values, attn_mask=mask)
+        keys = torch.cat([context[0].to(keys.dtype), keys], dim=2)
+        values = torch.cat([context[1].to(values.dtype), values], dim=2)
+        query, keys = query.to(values.dtype), keys.to(values.dtype)
+        if isinstance(mask, BlockMask):
+            mixed = attend_in_tiles(query, keys, values, mask)
+        else:
+            keys, values = (part.repeat_interleave(self.group, dim=1) for part in (keys, values))
+            mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -218,13 +262,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
+        self.run: Callable[[Tensor, Tensor], Tensor] = gated
         self.gate_proj = _linear(config.hidden_size, config.intermediate_size)
         self.up_proj = _linear(config.hidden_size, config.intermediate_size)
         self.down_proj = _linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.run(self.gate_proj(x), self.up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -239,7 +284,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, block: Tensor, context: tuple[Tensor, Tensor], table: tuple[Tensor, Tensor], mask: Tensor
+        self, block: Tensor, context: tuple[Tensor, Tensor], table: tuple[Tensor, Tensor], mask: Tensor | BlockMask
     ) -> Tensor:
         """[b, T, H] -> [b, T, H]."""
         block = block + self.self_attn(self.input_layernorm(block), context, table, mask)
@@ -261,6 +306,16 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if seed is not None:
             self.draw_weights(seed)
+
+    def fuse(self, backend: str) -> None:
+        """Has norms, rotary positions and SwiGLU run as one kernel each, compiled at their first call (seconds)."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.run = fused(root_mean_square, backend)
+            elif isinstance(module, Attention):
+                module.turn = fused(rotate, backend)
+            elif isinstance(module, MLP):
+                module.run = fused(gated, backend)
 
     @torch.no_grad()
     def draw_weights(self, seed: int, std: float = 0.02) -> None:
@@ -304,6 +359,7 @@ class Drafter(nn.Module):
         block_size: int | None = None,
         recompute: bool = False,
         recompute_layers: bool = False,
+        attention: str = "sdpa",
     ) -> Tensor:
         """Draft from many anchors at once: [b, n, block_size, H], after the final norm, ready for the target's head.
 
@@ -319,8 +375,10 @@ class Drafter(nn.Module):
             attention_mask: [b, S], nonzero on tokens; right padding only.
             anchor_chunk: anchors at a time, to bound memory; the result is the same. None: all at once.
             block_size: slots to draft, when other than the config's.
-            recompute: recompute the activations of each chunk in the backward pass instead of keeping them.
+            recompute: recompute the activations of each chunk in the backward pass instead of keeping them. Of a single chunk
+                they are kept: all of them would exist at once in either case.
             recompute_layers: recompute those of each layer, so that one layer's exist at a time; the same bits on a CPU.
+            attention: one of `ATTENTIONS`.
 
         Raises:
             PermanentError: shapes that do not fit, or left padding without position ids.
@@ -338,6 +396,7 @@ class Drafter(nn.Module):
             "attention_mask": attention_mask,
             "document_ids": document_ids,
             "recompute_layers": recompute_layers and torch.is_grad_enabled(),
+            "attention": attention,
         }
 
         def draft(part: Tensor, valid: Tensor | None) -> Tensor:
@@ -350,7 +409,7 @@ class Drafter(nn.Module):
             stop = start + step
             part = anchors[:, start:stop]
             valid = None if anchor_valid is None else anchor_valid[:, start:stop]
-            if recompute and torch.is_grad_enabled():
+            if recompute and step < count and torch.is_grad_enabled():
                 outputs.append(checkpoint(draft, part, valid, use_reentrant=False))
             else:
                 outputs.append(draft(part, valid))
@@ -374,6 +433,7 @@ class Drafter(nn.Module):
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         recompute_layers: bool = False,
+        attention: str = "sdpa",
     ) -> Tensor:
         """Blocks over a context that `remember` has made: [b, n, size, H]. Arguments as `forward`; `memory` holds S places, and
         what stands in it at an anchor or after it is not seen."""
@@ -384,18 +444,18 @@ class Drafter(nn.Module):
         slots = torch.arange(size, device=input_ids.device)
         block_positions = (positions.gather(1, anchors)[..., None] + slots).flatten(1)
         table = rotary_table(block_positions, self.config.head_dim, self.config.rope_theta, block.dtype)
-        masks = {
-            kind: block_mask(
-                anchors,
-                positions,
-                size,
-                window=self.config.sliding_window if kind == "sliding_attention" else None,
-                anchor_valid=anchor_valid,
-                attention_mask=attention_mask,
-                document_ids=document_ids,
-            )[:, None]
-            for kind in set(self.config.layer_types)
+        seen: dict[str, Any] = {
+            "anchor_valid": anchor_valid,
+            "attention_mask": attention_mask,
+            "document_ids": document_ids,
         }
+        masks: dict[str, Tensor | BlockMask] = {}
+        for kind in sorted(set(self.config.layer_types)):
+            window = self.config.sliding_window if kind == "sliding_attention" else None
+            if attention == "flex":
+                masks[kind] = sparse_block_mask(anchors, positions, size, window=window, **seen)
+            else:
+                masks[kind] = block_mask(anchors, positions, size, window=window, **seen)[:, None]
         for layer, context in zip(self.layers, memory, strict=True):
             if recompute_layers:
                 block = checkpoint(layer, block, context, table, masks[layer.layer_type], use_reentrant=False)

@@ -1,7 +1,8 @@
 """What planning must know of a target without loading it: its digest and the numbers in its config.
 
 No torch: two small JSON files are read (milliseconds); the digest of the weights costs one read of the directory, once,
-remembered by inode, size and modification time.
+remembered by inode, size and modification time. A controller without a copy of the target takes both from the config, where
+they are declared; every stage checks the digest of what it loads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from dflash.base.errors import ConfigError
 from dflash.base.files import DigestCache
 from dflash.model.identity import target_digest
-from dflash.model.target_params import RandomTarget, TargetIdentity, TargetSection
+from dflash.model.target_params import DeclaredFacts, RandomTarget, TargetIdentity, TargetSection
 
 MASK_TOKEN = "<|mask|>"
 BYTE_SPECIALS = {"pad": 256, "im_end": 257, "im_start": 258, "mask": 259}
@@ -24,12 +25,38 @@ def identify(section: TargetSection, cache: DigestCache) -> TargetIdentity:
     """The identity of the target that a config names.
 
     Raises:
-        ConfigError: the directory or a file in it is missing, its config lacks a field, or it has not the declared digest.
+        ConfigError: the directory is missing and its facts are not declared, a file in it is missing, its config lacks a field
+            or is not what was declared.
     """
     if section.random is not None:
         return _random_identity(section.random, section.revision)
     assert section.path is not None
     directory = Path(section.path)
+    if section.facts is not None and not directory.exists():
+        return _declared_identity(section, section.facts)
+    found = _identity_there(section, directory, cache)
+    if section.facts is not None:
+        _compare(section.facts, found, directory)
+    return found
+
+
+def _declared_identity(section: TargetSection, facts: DeclaredFacts) -> TargetIdentity:
+    """The same identity as a look at the directory gives, so that keys do not depend on which machine plans."""
+    return TargetIdentity(digest=section.digest, revision=section.revision, random=None, **facts.model_dump())
+
+
+def _compare(facts: DeclaredFacts, found: TargetIdentity, directory: Path) -> None:
+    for name in type(facts).model_fields:
+        declared, real = getattr(facts, name), getattr(found, name)
+        if declared != real:
+            raise ConfigError(
+                f"`target.facts.{name}: {declared}`: the target in {directory} has {real}",
+                where=f"target.facts.{name}",
+                remedy="Correct it, or leave `facts` out.",
+            )
+
+
+def _identity_there(section: TargetSection, directory: Path, cache: DigestCache) -> TargetIdentity:
     config = _read(directory / "config.json")
     text = config.get("text_config", config)
     digest = section.digest
@@ -77,7 +104,9 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(
-            f"`target.path` has no {path.name}", where=str(path), remedy="Give the directory of a transformers model."
+            f"`target.path` has no {path.name}",
+            where=str(path),
+            remedy="Give the directory of a transformers model, or `digest` and `facts` where it lies on other hosts only.",
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"not readable JSON ({error})", where=str(path)) from error

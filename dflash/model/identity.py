@@ -76,6 +76,6 @@ def target_source(identity: TargetIdentity, path: Path | None) -> Path | dict[st
         raise PermanentError(
             f"the target has digest {found}, the recorded one is {identity.digest}",
             where=str(path),
-            remedy="Fetch the recorded weights, or give this target a key of its own.",
+            remedy=f"Fetch the recorded weights, or say `target.digest: {found}` if these are the ones that are meant.",
         )
     return path

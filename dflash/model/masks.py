@@ -14,8 +14,11 @@ Cost: a mask of n blocks of B slots over S context tokens takes n*B*(S + n*B) by
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 def context_mask(
@@ -101,3 +104,41 @@ def document_positions(document_ids: Tensor) -> Tensor:
     starts = torch.zeros_like(index)
     starts[:, 1:] = torch.where(document_ids[:, 1:] != document_ids[:, :-1], index[:, 1:], 0)
     return index - starts.cummax(dim=1).values
+
+
+def sparse_block_mask(
+    anchors: Tensor,
+    positions: Tensor,
+    block_size: int,
+    *,
+    window: int | None = None,
+    attention_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    anchor_valid: Tensor | None = None,
+) -> BlockMask:
+    """`block_mask` as flex attention takes it, which skips tiles of 128 x 128 in which nobody sees anybody: other blocks, what
+    lies behind the anchor, and what is beyond the window. Arguments as `context_mask`.
+
+    Costs a bool a pair of query and key while it is made, once a batch and kind of layer.
+    """
+    count, length = anchors.shape[1], positions.shape[1]
+    seen = attention_mask.bool() if attention_mask is not None else torch.ones_like(positions, dtype=torch.bool)
+    valid = anchor_valid.bool() if anchor_valid is not None else torch.ones_like(anchors, dtype=torch.bool)
+    home = document_ids if document_ids is not None else torch.zeros_like(positions)
+    starts, homes = positions.gather(1, anchors), home.gather(1, anchors)
+
+    def sees(batch: Any, _head: Any, query: Any, key: Any) -> Any:
+        block, slot = query // block_size, query % block_size
+        place = key.clamp(max=length - 1)
+        context = (key < length) & (place < anchors[batch, block]) & seen[batch, place] & valid[batch, block]
+        context = context & (home[batch, place] == homes[batch, block])
+        other = key - length
+        own = (other >= 0) & (other // block_size == block)
+        if window is not None:
+            context = context & (positions[batch, place] >= starts[batch, block] + slot - (window - 1))
+            back = slot - other % block_size
+            own = own & (back >= 0) & (back <= window - 1)
+        return context | own
+
+    queries = count * block_size
+    return create_block_mask(sees, anchors.shape[0], None, queries, length + queries, device=str(anchors.device))

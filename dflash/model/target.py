@@ -136,13 +136,16 @@ class Target:
 
     def can_pack(self) -> bool:
         """Whether documents that share a row stay apart, in attention and in linear layers."""
-        whole = set(self.facts.layer_types) <= {"full_attention", "linear_attention"}
         backbone = self.model.model
         # How they attend is said in the config: it must be one, or some layers would not be told.
         told = all(
             layer.self_attn.config is backbone.config for layer in backbone.layers if hasattr(layer, "self_attn")
         )
-        return whole and told and documents_stay_apart(self.model, self.kernels)
+        return self._attends_plainly() and told and documents_stay_apart(self.model, self.kernels)
+
+    def _attends_plainly(self) -> bool:
+        """Whether no layer has a window, so that without padding none needs a mask."""
+        return set(self.facts.layer_types) <= {"full_attention", "linear_attention"}
 
     @torch.no_grad()
     def features(self, input_ids: Tensor, attention_mask: Tensor | None, taps: Sequence[int]) -> Tensor:
@@ -153,7 +156,8 @@ class Target:
 
         Args:
             input_ids: [b, S], padded on the right.
-            attention_mask: [b, S], ones on tokens and zeros on padding; None when no row is padded on the left.
+            attention_mask: [b, S], ones on tokens and zeros on padding; None when no row is padded on the left. Given on the
+                CPU, nothing of it has to be read back from the device, and the host runs ahead.
             taps: layer ids from 0, each once.
 
         Raises:
@@ -164,10 +168,15 @@ class Target:
         check_taps(taps, self.facts.num_layers, where="taps")
         refuse_left_padding(input_ids, attention_mask, self.facts.pad_id)
         trunk = self._trunk(max(taps) + 1)
-        if attention_mask is not None and self.kernels.packed and not bool(attention_mask.all()):
+        if attention_mask is not None and bool(attention_mask.all()):
+            attention_mask = None
+        if attention_mask is not None and self.kernels.packed:
             return self._packed_features(trunk, input_ids, attention_mask.bool(), taps)
+        masks: Any = None if attention_mask is None else attention_mask.to(input_ids.device)
+        if masks is None and self.kernels.attention == "sdpa" and self._attends_plainly():
+            masks = dict.fromkeys(self.facts.layer_types)  # transformers would look for packed rows, on the device
         with _layer_outputs(trunk.layers, taps) as outputs:
-            trunk(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            trunk(input_ids=input_ids, attention_mask=masks, use_cache=False)
         features = self._together([outputs[k] for k in taps])
         return features if attention_mask is None else features * attention_mask[..., None].to(features.dtype)
 
@@ -179,19 +188,20 @@ class Target:
         """
         refuse_packing(self.kernels)
         lengths = kept.sum(dim=1).tolist()
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)[kept][None]
+        places = kept.flatten().nonzero().flatten()  # where the mask is: on the CPU nothing is waited for
+        positions = (places % input_ids.shape[1])[None].to(input_ids.device)
+        places = places.to(input_ids.device)
         with attending_by_document(trunk.config), _layer_outputs(trunk.layers, taps) as outputs:
             trunk(
-                input_ids=input_ids[kept][None],
+                input_ids=input_ids.flatten()[places][None],
                 position_ids=positions,
                 attention_mask=dict.fromkeys(self.facts.layer_types),  # no mask for any kind of layer
                 use_cache=False,
                 **packing_arguments(lengths, input_ids.device),
             )
         packed = self._together([outputs[k][0] for k in taps])
-        features = packed.new_zeros(*kept.shape, packed.shape[-1])
-        features[kept] = packed
-        return features
+        features = packed.new_zeros(kept.numel(), packed.shape[-1])
+        return features.index_copy_(0, places, packed).view(*kept.shape, -1)
 
     def _together(self, outputs: Sequence[Tensor]) -> Tensor:
         """Outputs of layers, side by side on the target's device."""
@@ -383,6 +393,18 @@ def check_features(
     """
     rows = features[None] if features.ndim == 2 else features
     counts = [n_tokens] * rows.shape[0] if isinstance(n_tokens, int) else list(n_tokens)
+    check_feature_shape(rows, counts, batch_name, taps=taps, width=width)
+    refuse_faults(feature_faults(rows, counts, taps).tolist(), batch_name)
+
+
+def check_feature_shape(
+    rows: Tensor, counts: Sequence[int], batch_name: str, *, taps: int = 1, width: int | None = None
+) -> None:
+    """The part of `check_features` that needs no value of the features.
+
+    Raises:
+        PermanentError: wrong length or width.
+    """
 
     def refuse(what: str) -> None:
         raise PermanentError(
@@ -393,14 +415,46 @@ def check_features(
         refuse(f"of shape {tuple(rows.shape)} do not fit {len(counts)} rows of {max(counts, default=0)} tokens")
     if rows.shape[-1] % taps or (width is not None and rows.shape[-1] != width):
         refuse(f"have width {rows.shape[-1]}, not {width if width is not None else f'a multiple of {taps}'}")
-    if not bool(torch.isfinite(rows).all()):
-        refuse("hold NaN or infinity")
-    for i, count in enumerate(counts):
-        row = rows[i, :count]
-        if bool((row.unflatten(-1, (taps, -1)) == 0).all(dim=-1).any()):
-            refuse(f"of row {i} are zero for a whole token")
-        if bool((row == row[:, :1]).all()) or (count > 1 and bool((row == row[:1]).all())):
-            refuse(f"of row {i} are constant")
+
+
+FAULTS = ("hold NaN or infinity", "of row {row} are zero for a whole token", "of row {row} are constant")
+"""What `feature_faults` looks for, in the order of its rows."""
+
+
+def feature_faults(features: Tensor, counts: Sequence[int], taps: int) -> Tensor:
+    """Which rows no healthy target gives, without waiting for the device: bool [3, b], by `FAULTS`.
+
+    Args:
+        features: [b, S, K*H], right-padded.
+        counts: tokens of every row.
+        taps: K.
+    """
+    length = features.shape[1]
+    kept = torch.arange(length, device=features.device) < torch.tensor(counts).to(features.device)[:, None]
+    low, high = torch.aminmax(features.unflatten(-1, (taps, -1)), dim=-1)  # [b, S, K]; NaN stays NaN
+    finite = (low.isfinite() & high.isfinite()).all(dim=-1).all(dim=-1)
+    zero = (((low == 0) & (high == 0)).any(dim=-1) & kept).any(dim=-1)
+    flat = ((low.amin(dim=-1) == high.amax(dim=-1)) | ~kept).all(dim=-1)
+    same = ((features == features[:, :1]).all(dim=-1) | ~kept).all(dim=-1) & (kept.sum(dim=-1) > 1)
+    return torch.stack([~finite, zero, flat | same])
+
+
+def refuse_faults(told: Sequence[Sequence[float]], batch_name: str) -> None:
+    """Refuses what `feature_faults` found, read back; the row with the first fault is named.
+
+    Raises:
+        PermanentError: as `check_features`.
+    """
+    infinite, *others = told
+    found = FAULTS[0] if any(infinite) else ""
+    for row in range(len(infinite)):
+        for words, flags in zip(FAULTS[1:], others, strict=True):
+            if not found and flags[row]:
+                found = words.format(row=row)
+    if found:
+        raise PermanentError(
+            f"features {found}", where=f"batch {batch_name}", remedy="Check the target's weights, kernels and batch."
+        )
 
 
 # Loading ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from dflash.base.params import Params, placement
+from dflash.base.params import Params, keyed, placement
 
 Kernels = Literal["torch", "fla", "torch_recurrent"]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -75,6 +75,23 @@ class RandomTarget(Params):
         return self.model_dump(mode="json", exclude=hybrid_only if self.model_type == "qwen3" else set())
 
 
+class DeclaredFacts(Params):
+    """`target.facts:` what planning reads from a target's config and tokenizer, for a controller that has no copy of it."""
+
+    num_layers: int = Field(ge=1, description="`num_hidden_layers`")
+    hidden_size: int = Field(ge=1, description="`hidden_size`")
+    vocab_size: int = Field(ge=1, description="`vocab_size`, the rows of the embedding")
+    hybrid: bool = Field(description="whether some of its layers are linear attention")
+    max_position_embeddings: int = keyed(ge=1, unit="tokens", description="`max_position_embeddings`")
+    eos_token_ids: list[int] = keyed(unit="token ids", description="what ends a completion, as generation_config.json")
+    pad_token_id: int | None = keyed(
+        None, ge=0, unit="token id", description="`pad_token_id`; null where there is none"
+    )
+    mask_token_id: int | None = keyed(
+        None, ge=0, unit="token id", description="`<|mask|>` in tokenizer.json; null where there is none"
+    )
+
+
 class TargetSection(Params):
     """`target:` the model whose drafter is trained. Give `path` or `random`, not both."""
 
@@ -83,6 +100,9 @@ class TargetSection(Params):
         None, description="sha256 of the directory's content; computed when left out, checked on every host when given"
     )
     revision: str | None = Field(None, description="name of the version, for people; part of the identity when given")
+    facts: DeclaredFacts | None = Field(
+        None, description="what its config says, for a controller where `path` does not exist; needs `digest`"
+    )
     random: RandomTarget | None = Field(None, description="draw a tiny target from a seed instead")
 
     @field_validator("digest")
@@ -96,6 +116,8 @@ class TargetSection(Params):
     def _one_source(self) -> TargetSection:
         if (self.path is None) == (self.random is None):
             raise ValueError("give exactly one of `path` and `random`")
+        if self.facts is not None and self.digest is None:
+            raise ValueError("`facts` say nothing of the weights: give `digest` too")
         return self
 
 

@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 from dflash.base.params import DERIVED, PLACEMENT, Params
 from dflash.evaluate.evaluate_params import Online, OtherDrafter
 from dflash.evaluate.references_params import PromptSet
-from dflash.model.target_params import RandomTarget, TargetSection
+from dflash.model.target_params import DeclaredFacts, RandomTarget, TargetSection
 from dflash.stages import STAGES
 from dflash.train.train_params import ContinueFrom, Topology
 
@@ -51,7 +51,12 @@ The report then shows how the lengths shifted since the earlier version, and wha
 
 def options_markdown() -> str:
     """The whole document."""
-    parts = [HEAD, _section("target", TargetSection), _nested("target.random", RandomTarget)]
+    parts = [
+        HEAD,
+        _section("target", TargetSection),
+        _nested("target.facts", DeclaredFacts),
+        _nested("target.random", RandomTarget),
+    ]
     seen = set()
     for stage in STAGES:
         if stage.section in seen:

@@ -89,6 +89,10 @@ class StreamLearner(Learner):
         self.row += rows
         return found
 
+    def faults(self, features: Tensor, batch: Batch) -> Tensor | None:
+        """None: `take` has looked at the whole batch."""
+        return None
+
     def whole_gradients(self) -> list[Tensor]:
         """The gradients of all masters in the order of their names, contiguous; zeros where no batch gave any."""
         for name in sorted(self.masters):

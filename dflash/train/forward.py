@@ -13,7 +13,7 @@ Costs: compiling takes 35 to 50 s a bucket on one CPU core, once an attempt; pad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from dflash.base.errors import PermanentError
 from dflash.data.batches import Batch, BatchPlan
-from dflash.model.drafter import Drafter, TokensToHidden
+from dflash.model.drafter import Drafter, TokensToHidden, fused
+from dflash.train.objective import chunk_entropy
 from dflash.train.train_params import TrainParams
 
 BACKEND = "inductor"
@@ -86,6 +87,11 @@ class DraftForward:
         self._drafter = drafter
         self._shapes: dict[int, Shape] = {}
         self._compiled: Any = None
+        self.entropy: Callable[..., Any] = chunk_entropy
+        if params.fuse:
+            self.entropy = fused(chunk_entropy, BACKEND)
+            if not params.compile:  # which fuses all of it anyway
+                drafter.fuse(BACKEND)
         if params.compile:
             self._compiled = torch.compile(drafter, fullgraph=True, dynamic=False, backend=BACKEND)
 
@@ -116,10 +122,20 @@ class DraftForward:
             "anchor_chunk": self._params.anchor_chunk,
             "recompute": self._params.anchor_chunk is not None,
             "recompute_layers": self._params.activation_checkpointing,
+            "attention": self._params.attention,
         }
         if self._compiled is None:
+            # Said, so that the drafter need not look for padding on the left, and wait for the device to answer.
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
             return self._drafter(
-                features, input_ids, anchors, embed, anchor_valid=anchor_valid, attention_mask=attention_mask, **how
+                features,
+                input_ids,
+                anchors,
+                embed,
+                anchor_valid=anchor_valid,
+                attention_mask=attention_mask,
+                position_ids=positions,
+                **how,
             )
         import torch._dynamo as dynamo  # a second to import, which only a compiled training needs
 

@@ -6,9 +6,9 @@ has a slot beyond the sequence, in another document or outside the loss mask. Sl
 The loss of a step is sum(weighted cross entropy) / sum(weights) over *all* its ranks and micro-batches. So the two sums
 are returned apart and divided once, after they have been added up; the weights in the denominator are the decayed ones.
 
-Cost: logits exist for `logit_chunk` slots at a time (1024 * 248320 * 4 bytes = 1.0 GB, twice that while their gradient
-    is taken). The gradient with respect to the hidden states is taken chunk by chunk during the forward pass, since the
-    head is frozen, so nothing is computed twice and nothing of size V is kept.
+Cost: logits exist for `logit_chunk` slots at a time (1024 * 248320 * 4 bytes = 1.0 GB, and their logarithms, which become
+    their gradient in place). The gradient with respect to the hidden states is taken chunk by chunk during the forward
+    pass, since the head is frozen, so nothing is computed twice and nothing of size V is kept.
 
 Source of the rule: SpecForge 0.2.0, `dflash` loss.
 """
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dflash.base.errors import ConfigError
@@ -98,7 +97,14 @@ class ObjectiveSums:
 
 
 def objective(
-    hidden: Tensor, labels: Tensor, weights: Tensor, lm_head: HiddenToLogits, *, logit_chunk: int = 1024
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    lm_head: HiddenToLogits,
+    *,
+    logit_chunk: int = 1024,
+    counted: Tensor | None = None,
+    entropy: Any = None,
 ) -> ObjectiveSums:
     """Weighted cross entropy and accuracy of drafted blocks, as sums.
 
@@ -107,18 +113,43 @@ def objective(
         labels, weights: [b, n, B] from `labels_and_weights`.
         lm_head: the target's head, frozen: its weights get no gradient.
         logit_chunk: slots whose logits exist at once.
+        counted: int64 [m], the flat indices of slots with a weight, where they are known already; looking for them here
+            waits for the device.
+        entropy: `chunk_entropy`, or the same compiled.
 
     Cross entropy is computed in float32, or in float64 if the logits are. A batch in which nothing counts gives zero
     sums that can still be differentiated, so that no rank has to skip its backward pass.
     """
-    loss_sum, hits = _ChunkedCrossEntropy.apply(hidden, labels, weights, lm_head, logit_chunk)
-    counted = weights > 0
+    if counted is None:
+        counted = weights.flatten().nonzero().flatten()
+    loss_sum, hits = _ChunkedCrossEntropy.apply(
+        hidden, labels, weights, lm_head, logit_chunk, counted, entropy or chunk_entropy
+    )
+    heavy = weights > 0
     return ObjectiveSums(
         loss_sum=loss_sum,
         weight_sum=weights.sum(),
-        correct=(hits & counted).flatten(0, 1).sum(dim=0),
-        counts=counted.flatten(0, 1).sum(dim=0),
+        correct=(hits & heavy).flatten(0, 1).sum(dim=0),
+        counts=heavy.flatten(0, 1).sum(dim=0),
     )
+
+
+@torch.no_grad()
+def chunk_entropy(logits: Tensor, labels: Tensor, weights: Tensor, slope: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weighted cross entropy of a chunk of logits [m, V]: (sum, whether the most likely token is the label [m], its gradient [m, V]
+    in the type of the logits, or None when no `slope` is wanted).
+
+    Held at once: the logits and their logarithms in float32 (or float64), which become the gradient in place; compiled, one
+    reading of the logits and one writing of the gradient.
+    """
+    logs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    loss = -(logs.gather(1, labels[:, None])[:, 0] * weights).sum()
+    right = logits.argmax(dim=-1) == labels
+    if not slope:
+        return loss, right, None
+    scale = weights.to(logs.dtype)[:, None]
+    gradient = logs.exp_().mul_(scale).scatter_add_(1, labels[:, None], -scale)
+    return loss, right, gradient.to(logits.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -126,24 +157,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, labels: Tensor, weights: Tensor, lm_head: HiddenToLogits, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        lm_head: HiddenToLogits,
+        chunk: int,
+        counted: Tensor,
+        entropy: Any,
     ) -> tuple[Tensor, Tensor]:
         rows, flat_labels, flat_weights = hidden.flatten(0, 2), labels.flatten(), weights.flatten()
         total = torch.zeros((), dtype=weights.dtype, device=hidden.device)
         hits = torch.zeros_like(flat_labels, dtype=torch.bool)
         gradient = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
-        counted = flat_weights.nonzero().flatten()
         for part in counted.split(chunk):
             with torch.set_grad_enabled(gradient is not None):
                 piece = rows[part].detach().requires_grad_(gradient is not None)
                 logits = lm_head(piece)
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                entropy = F.cross_entropy(logits, flat_labels[part], reduction="none")
-                loss = (entropy * flat_weights[part]).sum()
+            loss, right, slope = entropy(logits.detach(), flat_labels[part], flat_weights[part], gradient is not None)
             if gradient is not None:
-                gradient[part] = torch.autograd.grad(loss, piece)[0]
-            total += loss.detach()
-            hits[part] = logits.detach().argmax(dim=-1) == flat_labels[part]
+                gradient[part] = torch.autograd.grad(logits, piece, slope)[0]
+            total += loss
+            hits[part] = right
         if gradient is not None:
             ctx.save_for_backward(gradient.view_as(hidden))
         hits = hits.view_as(labels)
@@ -153,4 +188,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient * outputs[0].to(gradient.dtype), None, None, None, None
+        return gradient * outputs[0].to(gradient.dtype), None, None, None, None, None, None

@@ -116,7 +116,9 @@ class TargetRank:
         collated = collate(batch, self.samples, self.target.facts.pad_id)
         device = torch.device(self.context.device)
         input_ids = torch.from_numpy(collated["input_ids"]).to(device)
-        attention_mask = torch.from_numpy(collated["attention_mask"]).to(device=device, dtype=torch.long)
+        attention_mask = torch.from_numpy(
+            collated["attention_mask"]
+        ).long()  # on the host, where the target looks at it
         with preflight.memory_explained(f"step {self.step + 1}, target features"):
             return self.target.features(input_ids, attention_mask, self.taps)
 

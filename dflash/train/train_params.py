@@ -105,6 +105,13 @@ class TrainParams(Params):
     activation_checkpointing: bool = placement(
         False, description="compute the drafter's activations again in the backward pass, layer by layer"
     )
+    attention: Literal["sdpa", "flex"] = placement(
+        "sdpa",
+        description="how the drafter attends: over every pair, or with flex attention over the tiles that are seen",
+    )
+    fuse: bool = placement(
+        False, description="compile norms, rotary positions, SwiGLU and the loss alone, for any length"
+    )
     compile: bool = placement(False, description="compile the drafter, in one fixed shape a length bucket")
     logit_chunk: int = placement(4096, ge=1, unit="rows", description="rows of logits that exist at once")
     max_nonfinite: int = placement(

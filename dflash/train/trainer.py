@@ -41,7 +41,7 @@ from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_s
 from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease
 from dflash.model.drafter import Drafter, DrafterConfig
-from dflash.model.target import Target, check_features
+from dflash.model.target import Target, check_feature_shape, feature_faults, refuse_faults
 from dflash.train import checkpoint, preflight, probe, schedule, trackers
 from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
@@ -110,6 +110,41 @@ def prepare_folder(params: TrainParams, workdir: Path) -> None:
 # ---------------------------------------------------------------- one step
 
 
+class Mark:
+    """A moment in the work of a device, without waiting for it: an event on a GPU, the clock on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self.event is not None:
+            self.event.record()
+        self.clock = time.perf_counter()
+
+    def until(self, later: Mark) -> float:
+        """Seconds to a later mark; both must have passed."""
+        if self.event is None or later.event is None:
+            return later.clock - self.clock
+        return float(self.event.elapsed_time(later.event)) / 1e3
+
+
+@dataclass
+class Unread:
+    """What a batch has left on the device: loss, correct slots and faults of its `rows` of features (3 flags each) as one tensor
+    of float64, and the moments when features were begun, were there, and had been learned from."""
+
+    batch_id: str
+    numbers: Tensor
+    slots: int
+    rows: int
+    marks: tuple[Mark, Mark, Mark]
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; to a GPU from pinned memory, so that the host need not wait for what runs there."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 @dataclass
 class StepSums:
     """What the batches of a step add up to. Seconds by role; loss and weight are sums."""
@@ -127,6 +162,30 @@ class StepSums:
     stalled_seconds: dict[str, float] = field(default_factory=dict)
     features_waiting: list[int] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
+    unread: list[Unread] = field(default_factory=list)
+
+    def read(self) -> None:
+        """Waits for the device once, and adds what the batches since the last reading have left there.
+
+        Raises:
+            PermanentError: features that no healthy target gives; names the batch.
+        """
+        if not self.unread:
+            return
+        numbers = torch.cat([item.numbers for item in self.unread]).tolist()
+        for item in self.unread:
+            mine, numbers = numbers[: len(item.numbers)], numbers[len(item.numbers) :]
+            rows, (loss, *correct) = item.rows, mine[: 1 + item.slots]
+            if rows:
+                flags = mine[1 + item.slots :]
+                refuse_faults([flags[start : start + rows] for start in range(0, 3 * rows, rows)], item.batch_id)
+            self.loss += loss
+            found = np.asarray(correct, dtype=np.int64)
+            self.correct = found if self.correct is None else self.correct + found
+            ready, drafted, done = item.marks
+            self.target_seconds += ready.until(drafted)
+            self.drafter_seconds += drafted.until(done)
+        self.unread = []
 
     def tokens_per_second(self) -> dict[str, float]:
         """What each role would do if it never waited: tokens over the seconds it worked."""
@@ -190,31 +249,49 @@ class Learner:
                 weight.copy_(self.masters[name])
 
     def features(self, input_ids: Tensor, attention_mask: Tensor, batch: Batch) -> Tensor:
-        """The target's taps of a batch, checked."""
-        taps = list(self.config.target_layer_ids)
-        features = self.target.features(input_ids, attention_mask, taps)
-        lengths = [int(length) for length in batch.lengths]
-        check_features(features, lengths, batch.batch_id, taps=len(taps), width=self.config.feature_size)
-        return features
+        """The target's taps of a batch; `attention_mask` is on the CPU."""
+        return self.target.features(input_ids, attention_mask, list(self.config.target_layer_ids))
+
+    def faults(self, features: Tensor, batch: Batch) -> Tensor | None:
+        """What is wrong with the features, for `StepSums.read` to refuse; None where that has been looked at."""
+        counts, taps = [int(length) for length in batch.lengths], len(self.config.target_layer_ids)
+        check_feature_shape(features, counts, batch.batch_id, taps=taps, width=self.config.feature_size)
+        return feature_faults(features, counts, taps)
 
     def add(self, batch: Batch, samples: Samples, sums: StepSums) -> None:
-        """Forward and backward of one batch; gradients and sums are added to what is there. No anchor is no special case."""
+        """`learn`, and reads what it gave."""
+        self.learn(batch, samples, sums)
+        sums.read()
+
+    def learn(self, batch: Batch, samples: Samples, sums: StepSums) -> None:
+        """Forward and backward of one batch; gradients and sums are added to what is there. No anchor is no special case.
+
+        Never waits for the device: what depends on tokens and anchors alone is computed on the host, and what the device finds
+        stays there until `sums.read`.
+        """
         started = time.perf_counter()
         collated = collate(batch, samples, self.target.facts.pad_id)
-        input_ids = torch.from_numpy(collated["input_ids"]).to(self.device)
-        attention_mask = torch.from_numpy(collated["attention_mask"]).to(device=self.device, dtype=torch.long)
         kind = torch.float64 if self.params.dtype == "float64" else torch.float32
-        loss_mask = torch.from_numpy(collated["loss_mask"]).to(device=self.device, dtype=kind)
-        anchors, valid = batch_anchors(
+        tokens, loss_mask = torch.from_numpy(collated["input_ids"]), torch.from_numpy(collated["loss_mask"]).to(kind)
+        kept = torch.from_numpy(collated["attention_mask"]).long()
+        at, is_anchor = batch_anchors(
             loss_mask,
             seed=self.params.seed,
             sample_ids=collated["sample_ids"],
             epoch=batch.epoch,
             max_anchors=self.params.max_anchors,
         )
-        ready = time.perf_counter()
-        features = self.features(input_ids, attention_mask, batch)
-        drafted = time.perf_counter()
+        labels, weights = labels_and_weights(
+            tokens, loss_mask, at, self.params.block_size, gamma=self.params.gamma, anchor_valid=is_anchor
+        )
+        counted = weights.flatten().nonzero().flatten()
+        input_ids, attention_mask, anchors, valid = (
+            on_device(tensor, self.device) for tensor in (tokens, kept, at, is_anchor)
+        )
+        ready = Mark(self.device)
+        features = self.features(input_ids, kept, batch)
+        faults = self.faults(features, batch)
+        drafted = Mark(self.device)
         hidden = self.forward(
             features,
             input_ids,
@@ -224,23 +301,29 @@ class Learner:
             attention_mask=attention_mask,
             bucket=batch.bucket,
         )
-        labels, weights = labels_and_weights(
-            input_ids, loss_mask, anchors, self.params.block_size, gamma=self.params.gamma, anchor_valid=valid
+        found = objective(
+            hidden,
+            on_device(labels, self.device),
+            on_device(weights, self.device),
+            self.target.lm_head,
+            logit_chunk=self.params.logit_chunk,
+            counted=on_device(counted, self.device),
+            entropy=self.forward.entropy,
         )
-        found = objective(hidden, labels, weights, self.target.lm_head, logit_chunk=self.params.logit_chunk)
         found.loss_sum.backward()
         self._add_gradients()
-        sums.loss += float(found.loss_sum.detach())
-        sums.weight += float(found.weight_sum)
-        correct, counts = found.correct.cpu().numpy(), found.counts.cpu().numpy()
-        sums.correct = correct if sums.correct is None else sums.correct + correct
+        left = [found.loss_sum.detach()[None], found.correct, *([] if faults is None else [faults.flatten()])]
+        numbers = torch.cat([part.double() for part in left])
+        rows = 0 if faults is None else faults.shape[1]
+        marks = ready, drafted, Mark(self.device)
+        sums.unread.append(Unread(batch.batch_id, numbers, self.params.block_size, rows, marks))
+        sums.weight += float(weights.sum())
+        counts = (weights > 0).flatten(0, 1).sum(dim=0).numpy()
         sums.counts = counts if sums.counts is None else sums.counts + counts
-        sums.anchors += int(valid.sum())
+        sums.anchors += int(is_anchor.sum())
         sums.tokens += int(batch.lengths.sum())
         sums.padded += batch.padded_tokens
-        sums.data_seconds += ready - started
-        sums.target_seconds += drafted - ready
-        sums.drafter_seconds += time.perf_counter() - drafted
+        sums.data_seconds += ready.clock - started
 
     def _add_gradients(self) -> None:
         """Moves gradients in compute precision to the masters, where they add up in theirs."""
@@ -532,7 +615,8 @@ class Trainer:
         sums = StepSums()
         with preflight.memory_explained(f"step {self.step + 1}"):
             for part in parts(batches, self.params.micro_batch):
-                self.learner.add(part, self.samples, sums)
+                self.learner.learn(part, self.samples, sums)
+            sums.read()
         sums.stalled_seconds = {"data": sums.data_seconds}
         sums.memory = memory_bytes()
         return sums

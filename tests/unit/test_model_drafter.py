@@ -10,7 +10,7 @@ from model_samples import FULL, SLIDING, drafter_config
 from torch import Tensor, nn
 
 from dflash.base.errors import ConfigError, PermanentError
-from dflash.model.drafter import Drafter, DrafterConfig, draft_all, draft_chunks, parameter_count
+from dflash.model.drafter import ATTENTIONS, Drafter, DrafterConfig, draft_all, draft_chunks, parameter_count
 from dflash.model.masks import block_mask, context_mask, document_positions, own_block_mask
 from dflash.model.taps import default_taps
 
@@ -316,3 +316,38 @@ def test_the_parameter_count_is_known_without_building() -> None:
         target_layer_ids=default_taps(64, 5), mask_token_id=248070, layer_types=("full_attention",) * 5,
     )  # fmt: skip
     assert parameter_count(large) == pytest.approx(1.73e9, rel=0.005)
+
+
+@pytest.mark.parametrize("types", [FULL, SLIDING])
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("documents", [False, True])
+def test_flex_attention_gives_what_the_whole_mask_gives(
+    types: tuple[str, ...], chunk: int | None, documents: bool
+) -> None:
+    """Outputs and gradients in float64: tiles are a way to compute, not another mask. (On a CPU torch has no backward of flex
+    attention; the gradients are those of its rule.)"""
+    config = drafter_config(layer_types=types, sliding_window=5 if "sliding_attention" in types else None)
+    draw = torch.Generator().manual_seed(4)
+    features = torch.randn(2, 19, config.feature_size, generator=draw, dtype=torch.float64)
+    ids = torch.randint(0, 256, (2, 19), generator=draw)
+    anchors = torch.tensor([[0, 3, 9, 17], [1, 2, 5, 0]])
+    valid = torch.tensor([[True, True, True, True], [True, True, True, False]])
+    mask = torch.ones(2, 19, dtype=torch.long)
+    mask[1, 11:] = 0
+    ids_of_documents = torch.tensor([[0] * 8 + [1] * 11, [0] * 4 + [1] * 15]) if documents else None
+    embed = torch.nn.Embedding(260, 32, dtype=torch.float64)
+    found: dict[str, list[Any]] = {}
+    for attention in ATTENTIONS:
+        drafter = Drafter(config, seed=0).double()
+        arguments = {
+            "anchor_valid": valid, "attention_mask": mask, "document_ids": ids_of_documents, "anchor_chunk": chunk,
+            "recompute": chunk is not None, "attention": attention,
+        }  # fmt: skip
+        hidden = drafter(features, ids, anchors, embed, **arguments)
+        with torch.no_grad():  # flex attention itself
+            alone = drafter(features, ids, anchors, embed, **arguments)
+        torch.testing.assert_close(alone[valid], hidden[valid], rtol=1e-6, atol=1e-7)
+        hidden[valid].square().sum().backward()
+        found[attention] = [hidden[valid].detach(), *(weight.grad for weight in drafter.parameters())]
+    for ours, theirs in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from dflash.base.errors import ConfigError, PermanentError
 from dflash.base.records import MetricsLine
 from dflash.cli import app
+from dflash.plan.code import source_root
 from dflash.plan.topology import Rates, best, busy, predict, rates_of_run, read_rates, render
 
 PAPER = Rates(target=8_900, drafter=6_800, gpus=8)
@@ -133,3 +135,22 @@ def test_the_command_reads_a_rates_file_and_knows_the_batches_of_a_step(folder: 
     assert (found["gpus"], found["batches_per_step"], len(found["splits"])) == (8, 12, 7)
     assert found["best"] == {"targets": 4, "drafters": 4}
     assert found["splits"][4]["tokens_per_second"] == 20_400
+
+
+def test_what_four_gpus_have_shown_stands_beside_what_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rates file in the docstring of `tests/bench/gpu/topology.py`, and what that says of the full-size job."""
+    text = ast.get_docstring(ast.parse((source_root() / "tests/bench/gpu/topology.py").read_text())) or ""
+    written = text[text.index('{"target"') : text.index("]}") + 2]
+    (tmp_path / "rates.json").write_text(written)
+    rates = read_rates(tmp_path / "rates.json")
+    monkeypatch.chdir(source_root())
+    config = ["plan", "--topology", "--configfile", "config/qwen3.6-27b.yaml", "--rates", str(tmp_path / "rates.json")]
+    four = CliRunner().invoke(app, config).stdout
+    assert "3:1  min(3 * 7,450, 1 * 4,500) = 4,500 tok/s, targets wait 80%; measured 5,635 (1.25 of it)" in four
+    assert "measured 7,946 (0.94 of it)" in four, "15 batches over 2 drafters count as 1.875"
+    assert [one.measured for one in predict(rates, 2)] == [4742]
+    eight = CliRunner().invoke(app, [*config, "--gpus", "8"]).stdout
+    assert "3:5  min(3 * 7,450, 5 * 4,500) = 22,350 tok/s, drafters starve 1%  <- best" in eight
+    assert "5:3  min(5 * 7,450, 3 * 4,500) = 13,500 tok/s, targets wait 64%" in eight

@@ -185,3 +185,18 @@ def test_a_batch_without_an_anchor_has_the_shape_of_the_others(tmp_path: Path, q
     training = make_training(tmp_path, rows=rows, batching={"max_batch_size": 1, "batches_per_step": 1, "quantiles": 1})
     training.run(8, compile=True)
     assert quick_compiler() == 1
+
+
+def test_fused_kernels_teach_the_same_at_any_length(
+    plain: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced as the compiler would trace them (without its code): batches of every length, and few graphs."""
+    monkeypatch.setattr(forward, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    other = again(plain, tmp_path)
+    other.run(4, fuse=True)
+    assert metrics(other) == metrics(plain)
+    assert largest_difference(plain, other, 4) < 1e-10
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 4 <= graphs <= 12, "norms of two ranks, rotary positions, SwiGLU, the loss; not one a length"

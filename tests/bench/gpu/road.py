@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from shapes import TWO_LAYERS  # noqa: E402
+from shapes import TWO_LAYERS, drafter_27b  # noqa: E402
 
 from dflash.base.errors import PermanentError  # noqa: E402
 from dflash.base.records import CheckpointManifest, Receipt, last_attempts  # noqa: E402
@@ -51,13 +51,7 @@ def cut(kernels: str, steps: int) -> dict[str, Any]:
     config["target"] = {"random": TWO_LAYERS}
     config["completions"].update(kernels=kernels, dtype="bfloat16")
     config["train"] = {
-        "block_size": 16,
-        "num_draft_layers": 1,
-        "target_layer_ids": [1],
-        "head_dim": 128,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 17408,
+        **drafter_27b(2, 1),
         "max_anchors": 8,
         "lr": 1e-4,
         "schedule_steps": 3,

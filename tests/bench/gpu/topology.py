@@ -20,6 +20,16 @@ there. A target did 7,450 tokens/s a GPU, a drafter 4,300 to 5,700. Losses of al
 four-layer cut: 5e-4 in 14). A killed rank ended the job in 2.7 to 4.1 s; the resumed one repeated three losses to 8.5e-6. A
 checkpoint of 24 GB stopped the loop for 6 to 10 ms, and the four steps beside its writing took 1.019 of the same steps without.
 
+As a rates file, with the drafter's rate alone, for `dflash plan --topology --rates FILE --gpus 8`:
+
+    {"target": 7450, "drafter": 4500, "gpus": 4, "measured": [
+      {"targets": 3, "drafters": 1, "tokens_per_second": 5635},
+      {"targets": 2, "drafters": 2, "tokens_per_second": 7946},
+      {"targets": 1, "drafters": 1, "tokens_per_second": 4742}]}
+
+It predicts 4,500, 9,000 and 4,500 for these (1.25, 0.88 and 1.05 of that were reached: drafters inside the runs were faster than
+the one alone), and for eight GPUs 3:5 (22,350) rather than 5:3 (13,500).
+
 Prints a JSON line a finding, as it comes; a part that fails says so and stops no other. The lines, and `rates.json` for
 `dflash plan --topology`, also go to $OUT. Nothing is downloaded; the data are counting texts with lengths as real completions
 have them (log-normal, mean about 2,200, cut to 8,192).
@@ -53,15 +63,12 @@ for name, off in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST"
     os.environ[name] = off
 
 import numpy as np  # noqa: E402
-from shapes import SHAPES_27B, fla_is_there  # noqa: E402
+from shapes import LENGTHS_27B, SHAPES_27B, drafter_27b, fla_is_there, lengths  # noqa: E402
 from train_store import TINY, Training, identity, make_training  # noqa: E402
 
 from dflash.base.canonical import digest  # noqa: E402
 from dflash.base.files import write_json  # noqa: E402
 from dflash.base.records import MetricsLine  # noqa: E402
-from dflash.base.stage import HostContext  # noqa: E402
-from dflash.base.store import load_inputs, read_params  # noqa: E402
-from dflash.model.taps import default_taps  # noqa: E402
 from dflash.model.target_params import RandomTarget  # noqa: E402
 from dflash.train import schedule  # noqa: E402
 from dflash.train.attempts import Attempt, attempt_path  # noqa: E402
@@ -105,14 +112,6 @@ class Split:
 # ---------------------------------------------------------------- the job
 
 
-def lengths(count: int, mean: float, longest: int) -> np.ndarray:
-    """Lengths of samples in tokens: log-normal, so that most are short and a few are cut at `longest`."""
-    draw = np.random.default_rng(8)
-    spread = 0.75
-    found = draw.lognormal(np.log(mean * 1.04) - spread**2 / 2, spread, count)
-    return np.clip(found, 16, longest).astype(int)
-
-
 def counting_texts(count: int, mean: float, longest: int) -> list[dict[str, Any]]:
     """Samples that a drafter can learn: each counts through a range of its own."""
     draw = np.random.default_rng(9)
@@ -143,23 +142,14 @@ def job_values(given: argparse.Namespace) -> dict[str, Any]:
         sizes = {"mean": 30.0, "longest": 96}
     else:
         target = RandomTarget(**{**SHAPES_27B, "num_hidden_layers": given.layers})
-        layers = given.draft_layers
         train = {
-            "block_size": 16,
-            "num_draft_layers": layers,
-            "target_layer_ids": default_taps(given.layers, layers),
-            "layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"],
-            "sliding_window": 2048,
-            "head_dim": 128,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 17408,
+            **drafter_27b(given.layers, given.draft_layers),
             "max_anchors": given.anchors or 512,
             "lr": 1e-4,
             "dtype": "bfloat16",
             "kernels": given.kernels,
         }
-        sizes = {"mean": 2202.0, "longest": 8192}
+        sizes = LENGTHS_27B
     train |= {"schedule_steps": 10_000, "warmup": 10, "seed": 3, "target": identity(target)}
     batching = {
         "token_budget": given.token_budget or sizes["longest"],
@@ -193,24 +183,12 @@ def place(training: Training, given: argparse.Namespace, split: Split, device: s
 def rate(given: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of one role on one device, on the batches of the plan, padding not counted."""
     import torch
+    from roles import DrafterWork, Job, TargetWork
 
-    from dflash.data.batches import load_train_samples
-    from dflash.train.prepare import drafter_config
-    from dflash.train.trainer import batch_plan, prepare_process
-
-    training = make_job(Path(given.folder), given, Split(1, 1), given.device)
-    params = training.params()
-    context = HostContext(device=given.device, threads=given.threads)
-    prepare_process(params, context)
-    if given.device.startswith("cuda"):
-        torch.cuda.set_device(given.device)
-    inputs = load_inputs(read_params(training.directory), training.store)
-    dataset = inputs.one("dataset")
-    samples = load_train_samples(dataset.directory)
-    plan = batch_plan(samples, dataset, inputs.one("buckets"))
+    job = Job.read(make_job(Path(given.folder), given, Split(1, 1), given.device), given.device, given.threads)
+    plan = job.plan
     begun = time.perf_counter()
-    config = drafter_config(params)
-    work = (TargetWork if given.role == "target" else drafter_work)(params, given, plan, samples, config)
+    work = (TargetWork if given.role == "target" else DrafterWork)(job)
     loading = time.perf_counter() - begun
     per_step = plan.params.batches_per_step
     work(0)  # compiles and tunes what is compiled and tuned
@@ -220,7 +198,7 @@ def rate(given: argparse.Namespace) -> dict[str, Any]:
         before = time.perf_counter()
         tokens = work(len(kept) + 1)
         kept.append((tokens, time.perf_counter() - before))
-    beside = packing_beside(given, work, plan, samples, config) if given.packing and given.role == "target" else {}
+    beside = packing_beside(given, work) if given.packing and given.role == "target" else {}
     rates = sorted(tokens / seconds for tokens, seconds in kept)
     peak = torch.cuda.max_memory_allocated(given.device) if given.device.startswith("cuda") else 0
     return {
@@ -239,7 +217,7 @@ def rate(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def packing_beside(given: argparse.Namespace, work: TargetWork, plan: Any, samples: Any, config: Any) -> dict[str, Any]:
+def packing_beside(given: argparse.Namespace, work: Any) -> dict[str, Any]:
     """Where batches are packed: what padding them would give, and how far both are from rows computed one by one, by tap.
 
     The first is the gain of packing; the others are noise of the type, and must be of one size.
@@ -250,9 +228,9 @@ def packing_beside(given: argparse.Namespace, work: TargetWork, plan: Any, sampl
     if not target.kernels.packed:
         return {}
     padded = replace(target.kernels, packed=False)
-    batch = next(found for number in itertools.count() if len((found := plan.batch(number)).rows) > 1)
-    ids, mask = work.tensors(batch)
-    taps = list(config.target_layer_ids)
+    batch = next(found for number in itertools.count() if len((found := work.job.plan.batch(number)).rows) > 1)
+    ids, mask = work.job.tensors(batch)
+    taps = list(work.job.config.target_layer_ids)
     packed_features = target.features(ids, mask, taps)
     packed_kernels, target.kernels = target.kernels, padded
     padded_features = target.features(ids, mask, taps)
@@ -278,82 +256,6 @@ def padding(plan: Any) -> float:
     """Share of an epoch's tokens that are padding."""
     batches = [plan.batch(number) for number in range(plan.batches_per_epoch)]
     return 1.0 - sum(int(batch.lengths.sum()) for batch in batches) / sum(batch.padded_tokens for batch in batches)
-
-
-class TargetWork:
-    """Features of one step's batches, as a target's rank computes them, sent nowhere."""
-
-    def __init__(self, params: Any, given: argparse.Namespace, plan: Any, samples: Any, config: Any) -> None:
-        import torch
-
-        from dflash.train.prepare import load_checked_target
-
-        self.target = load_checked_target(params, None, given.device)
-        self.kernels = self.target.kernels.to_dict()
-        self.device = torch.device(given.device)
-        self.plan, self.samples, self.taps = plan, samples, list(config.target_layer_ids)
-
-    def tensors(self, batch: Any) -> tuple[Any, Any]:
-        """Tokens and attention mask of a batch on the device."""
-        import torch
-
-        from dflash.data.batches import collate
-
-        collated = collate(batch, self.samples, self.target.facts.pad_id)
-        input_ids = torch.from_numpy(collated["input_ids"]).to(self.device)
-        return input_ids, torch.from_numpy(collated["attention_mask"]).to(device=self.device, dtype=torch.long)
-
-    def __call__(self, step: int) -> int:
-        """Works through a step; returns its tokens."""
-        import torch
-
-        from dflash.train.stream import token_digest
-
-        tokens = 0
-        for batch in self.plan.step(step):
-            input_ids, attention_mask = self.tensors(batch)
-            self.target.features(input_ids, attention_mask, self.taps)
-            token_digest(input_ids, attention_mask)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            tokens += int(batch.lengths.sum())
-        return tokens
-
-
-def drafter_work(params: Any, given: argparse.Namespace, plan: Any, samples: Any, config: Any) -> Callable[[int], int]:
-    """One step of a drafter whose features are there already."""
-    import torch
-
-    from dflash.model.target import check_features
-    from dflash.train.prepare import load_target_ends
-    from dflash.train.trainer import DTYPES, Learner, StepSums
-
-    device = torch.device(given.device)
-    most = int(max(plan.batch_sizes * plan.longest))
-    ready = torch.randn(most, config.feature_size, device=device, dtype=DTYPES[params.dtype])
-
-    class Ready(Learner):
-        def features(self, input_ids: Any, attention_mask: Any, batch: Any) -> Any:
-            rows, length = input_ids.shape
-            found = ready[: rows * length].view(rows, length, -1) * attention_mask[..., None].to(ready.dtype)
-            counts = [int(count) for count in batch.lengths]
-            check_features(found, counts, batch.batch_id, taps=len(config.target_layer_ids), width=config.feature_size)
-            return found
-
-    learner = Ready(params, load_target_ends(params, None, given.device), config, given.device)
-    learner.forward.fix_shapes(plan)
-
-    def work(step: int) -> int:
-        sums = StepSums()
-        learner.clear_gradients()
-        for batch in plan.step(step):
-            learner.add(batch, samples, sums)
-        learner.update(learner.gradient_norm(sums.weight), step + 1)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return sums.tokens
-
-    return work
 
 
 def rate_command(given: argparse.Namespace, role: str, device: str, folder: Path) -> list[str]:
