@@ -178,7 +178,7 @@ class Target:
         with _layer_outputs(trunk.layers, taps) as outputs:
             trunk(input_ids=input_ids, attention_mask=masks, use_cache=False)
         features = self._together([outputs[k] for k in taps])
-        return features if attention_mask is None else features * attention_mask[..., None].to(features.dtype)
+        return features if attention_mask is None else features * attention_mask[..., None].to(features)
 
     def _packed_features(self, trunk: Any, input_ids: Tensor, kept: Tensor, taps: Sequence[int]) -> Tensor:
         """`features` of the tokens that are kept ([b, S], no holes) in one row without padding, put back in their places.

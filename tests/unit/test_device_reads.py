@@ -21,7 +21,7 @@ from train_store import identity
 
 from dflash.data.batches import Batch
 from dflash.model import target as target_module
-from dflash.model.target import load_target
+from dflash.model.target import Target, load_target
 from dflash.model.target_params import RandomTarget
 from dflash.plan.code import source_root
 from dflash.train.prepare import drafter_config
@@ -145,12 +145,18 @@ def test_at_full_size_nothing_is_larger_than_a_chunk_of_logits(monkeypatch: pyte
     assert all(master.grad is not None for master in made.masters.values())
 
 
+def on_meta(kind: str) -> Target:
+    target = load_target(SPECS[kind])
+    target.model.to("meta")
+    target.device = torch.device("meta")
+    return target
+
+
 @pytest.mark.parametrize(("kind", "packed"), [("dense", False), ("hybrid", False), ("dense", True)])
 def test_features_read_nothing_when_the_mask_is_on_the_host(
     kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load_target(SPECS[kind])
-    target.model.to("meta")
+    target = on_meta(kind)
     target.kernels = dataclasses.replace(target.kernels, packed=packed)
     monkeypatch.setattr(target_module, "refuse_packing", lambda bound: None)
     mask = torch.ones(3, 12, dtype=torch.long)
@@ -158,3 +164,23 @@ def test_features_read_nothing_when_the_mask_is_on_the_host(
         mask[1, 7:] = mask[2, 5:] = 0
     features = target.features(torch.ones(3, 12, dtype=torch.long, device="meta"), mask, [1, 3])
     assert features.shape == (3, 12, 64)
+
+
+def test_padded_features_take_a_mask_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mask on the CPU, tokens on the device: whatever meets must have been brought together."""
+    target = on_meta("dense")
+    given = []
+    trunk = target._trunk(4)
+    monkeypatch.setattr(target, "_trunk", lambda count: trunk)
+    whole = trunk.forward
+
+    def forward(*, attention_mask: Tensor | None, **others: Any) -> Any:
+        given.append(attention_mask)
+        no_mask = dict.fromkeys(target.facts.layer_types)  # transformers would look for holes in a mask, on the device
+        return whole(attention_mask=no_mask, **others)
+
+    monkeypatch.setattr(trunk, "forward", forward)
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[1, 7:] = 0
+    features = target.features(torch.ones(3, 12, dtype=torch.long, device="meta"), mask, [1, 3])
+    assert features.device.type == given[0].device.type == "meta"
