@@ -10,8 +10,8 @@ overlapped the two could go beyond 1.
 
 Then a profile of one training step: how often and how long the host waited for the device, copies to and from the host with
 their number and time, the share of the step in which the device ran nothing, and the operators that took most of it. On a CPU
-the reads of a tensor's value are counted instead. Prints a JSON line for each. Estimated, not yet run there: 117 GB of memory
-at 64 layers; `--layers 48` where that is too much.
+the reads of a tensor's value are counted instead, those of the host's own tensors too. Prints a JSON line for each. Estimated,
+not yet run there: 117 GB of memory at 64 layers; `--layers 48` where that is too much.
 """
 
 from __future__ import annotations
