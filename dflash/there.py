@@ -236,7 +236,7 @@ def do_gc(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list[Pat
     store = root / STORE
     live = sweep.live_trainings(store)
     needs = sweep.Needs.from_json(request["needs"])
-    needed, targets = sweep.closure(store, needs.results | {("train", key) for key in live})
+    needed, targets = sweep.closure(store, needs.results | sweep.at_work(store))
     needs.results |= needed
     needs.targets |= targets
     found = sweep.in_workdir(root, needs, Path(__file__).resolve().parents[1].name)

@@ -19,7 +19,7 @@ from dflash.plan.decisions import Decisions
 from dflash.plan.graph import Plan
 from dflash.plan.kept_code import kept_path
 from dflash.plan.places import LOCAL, Shipment, planned_place, shipments
-from dflash.plan.sweep import Garbage, Name, Needs, closure, in_store, live_trainings, measured
+from dflash.plan.sweep import Garbage, Name, Needs, at_work, closure, in_store, measured
 
 IMPORTED = "imported"
 """Folder of the store that holds what people brought in; only they decide when it goes."""
@@ -117,7 +117,7 @@ def _roots(results: Path, plan: Plan | None) -> set[Name]:
     if plan is not None:
         roots |= {(node.stage.name, node.key) for node in plan.nodes.values() if node.stage.name != "report"}
         roots |= _parents(plan) | _named_files(results / "store", plan)
-    return roots | {("train", key) for key in live_trainings(results / "store")}
+    return roots | at_work(results / "store")
 
 
 def _parents(plan: Plan) -> set[Name]:

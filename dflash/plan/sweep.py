@@ -85,6 +85,17 @@ def live_trainings(store: Path) -> set[str]:
     return {path.parent.name for path in store.glob("train/*/lease.json") if holder(path) is not None}
 
 
+def at_work(store: Path) -> set[Name]:
+    """Results of a store that somebody makes just now, whoever asked for them: a training's lease or a job's lock is held."""
+    jobs = {
+        (stage, folder.name)
+        for stage in STAGES
+        for folder in _folders(store / stage)
+        if any(_locked(path) for path in folder.glob(".lock*"))
+    }
+    return jobs | {("train", key) for key in live_trainings(store)}
+
+
 def closure(store: Path, roots: Iterable[Name]) -> tuple[set[Name], set[str]]:
     """The roots and everything they were made from, and the targets of all of these.
 

@@ -10,6 +10,7 @@ import pytest
 from plan_store import make_folder, plan_of, stand
 
 from dflash.base.errors import CorruptError
+from dflash.base.files import locked
 from dflash.base.records import RunManifest, StageEntry, now
 from dflash.hosts import lease
 from dflash.plan.gc import find_garbage
@@ -184,3 +185,13 @@ def test_a_result_that_is_needed_again_since_it_was_listed_is_not_deleted() -> N
     (found,) = find_garbage(RESULTS, plan_of())
     (found.path / "later").write_text("a run has begun to write")
     assert remove([found]) == ([], [(found.path, "it has changed since it was listed")])
+
+
+def test_a_job_at_work_for_another_config_keeps_itself_and_what_it_reads() -> None:
+    other = plan_of(batching={"quantiles": 1})
+    stand_data(other)
+    everything = {"buckets", "completions", "dataset", "prompts"}
+    assert {path.partition("/")[0] for path in listed()} == everything
+    with locked(other.runs[0].nodes["dataset"].directory / ".lock"):
+        assert {path.partition("/")[0] for path in listed()} == {"buckets"}
+    assert {path.partition("/")[0] for path in listed()} == everything
