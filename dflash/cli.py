@@ -428,11 +428,11 @@ def _watched(run_name: str, configfile: list[Path] | None) -> Watched:
 
 def _feed(made: Plan, planned: PlannedRun) -> Feed | None:
     """What listens to the host that trains; None when that is this machine, or nothing is left to train."""
-    from dflash.plan.places import LOCAL, planned_place
+    from dflash.plan.places import LOCAL, training_place
     from dflash.report.feed import Feed
 
     node = planned.nodes["train"]
-    place = planned_place(made, node)
+    place = training_place(made, node)
     if place == LOCAL or not node.missing() or not node.directory.is_dir():
         return None
     return Feed(made.config.inventory.get(place), node.stage.role, node.key)

@@ -25,8 +25,8 @@ def main() -> int:
     ending = hear_requests()
     sys.argv = [f"{sys.argv[0]} {role}", *arguments]
     if role.startswith(REHEARSED):
-        from dflash.train import rehearsed
-
+        with loading():
+            from dflash.train import rehearsed
         rehearsed.end_now(role.removeprefix(REHEARSED), arguments, ending)
     if role == "ranks":
         with loading():

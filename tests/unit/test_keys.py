@@ -179,14 +179,16 @@ def test_nothing_but_where_and_how_fast_stays_out_of_the_keys() -> None:
             "rank_timeout",
             "micro_batch",
             "activation_checkpointing",
+            "attention",
             "compile",
+            "fuse",
             "anchor_chunk",
             "logit_chunk",
             "max_nonfinite",
             "tracker",
         },
-        "references": {"api_key_variable", "batch_size", "features_cache_gb", "server_url"},
-        "evaluate": {"anchor_chunk"},
+        "references": {"api_key_variable", "batch_size", "features_cache_gb", "server_url", "target_devices"},
+        "evaluate": {"anchor_chunk", "target_devices"},
         "report": set(),
     }
 
