@@ -50,6 +50,22 @@ def test_a_string_that_is_no_docstring_counts() -> None:
     assert bare_source('x = 1\n"""text"""\n') == 'x = 1\n"""text"""'
 
 
+@pytest.mark.parametrize("other", ["one\ntwo", "one\n \ntwo", "one \n\ntwo"])
+def test_blanks_within_a_string_that_is_no_docstring_count(other: str) -> None:
+    assert bare_source(f'x = """{other}"""\n') != bare_source('x = """one\n\ntwo"""\n')
+    assert bare_source('def f():\n    """one \n\n    two"""\n    return 1\n') == "def f():\n    return 1"
+
+
+def test_lines_are_counted_as_the_parser_counts_them() -> None:
+    before = 'x = "\u2028\x0c"\ndef f(y):\n    """words"""\n    return y\n'
+    assert bare_source(before) == 'x = "\u2028\x0c"\ndef f(y):\n    return y'
+
+
+@pytest.mark.parametrize("text", ['f"{names["#"]} {a}"', "rf'{names['#']} {a}'", 'f"{{{", ".join(names)}} # {a}"'])
+def test_no_string_is_cut_where_python_3_12_lets_an_f_string_nest_its_own_quotes(text: str) -> None:
+    assert text in _without_comments(f"x = {text}\n")
+
+
 def test_comments_are_found_where_the_tokenizer_finds_them() -> None:
     for path in [*source_root().glob("dflash/**/*.py"), *source_root().glob("tests/**/*.py")]:
         lines = path.read_text().split("\n")
