@@ -60,9 +60,13 @@ def continue_on_server(
             for prompt, limit in zip(prompts, limits, strict=True)
         ]
         found = []
-        for number, answer in enumerate(asked):
-            found.append(answer.result())
-            progress(number + 1)
+        try:
+            for number, answer in enumerate(asked):
+                found.append(answer.result())
+                progress(number + 1)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # what has not been asked yet is not asked for nothing
+            raise
         return found
 
 

@@ -17,7 +17,7 @@ from evaluate_samples import target
 from dflash.base.errors import ConfigError, PermanentError, TransientError
 from dflash.data.schemas import REFERENCES
 from dflash.data.tables import read_rows
-from dflash.evaluate.server import _headers
+from dflash.evaluate.server import _headers, continue_on_server
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
@@ -126,6 +126,18 @@ def test_an_end_token_that_a_server_leaves_out_is_put_back(road: Road, told: dic
     served, local = (read_rows(road.root / name / "references.parquet", REFERENCES) for name in ("served", "local"))
     assert any(stopped), "some of these texts must end"
     assert served == local
+
+
+def test_after_a_refusal_nothing_more_is_asked() -> None:
+    asked: list[Any] = []
+
+    def refuse(body: dict[str, Any]) -> tuple[int, Any]:
+        asked.append(body)
+        return 400, {"error": "no"}
+
+    with serving(refuse) as url, pytest.raises(PermanentError, match="status 400"):
+        continue_on_server(url, "tiny", [[65]] * 200, [4] * 200, [257], parallel=2)
+    assert len(asked) < 100
 
 
 def test_an_answer_cut_short_is_refused(road: Road) -> None:
