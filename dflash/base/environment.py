@@ -54,7 +54,7 @@ SECRET = re.compile(
     r"|://[^/\s:@]+:[^/\s@]+@"
 )
 """What looks like a token, a key or a password, in an address too."""
-NAME_LINE, VERSION_LINE = (re.compile(rf"^{field}: *(\S+)[ \r]*$", re.MULTILINE) for field in ("Name", "Version"))
+NAME_LINE, VERSION_LINE = (re.compile(rf"^{field}: *(\S+)[ \r]*\n", re.MULTILINE) for field in ("Name", "Version"))
 
 
 def masked(text: str) -> str:

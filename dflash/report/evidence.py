@@ -648,8 +648,8 @@ def _tag_rows(path: Path) -> list[dict[str, Any]]:
         raise CorruptError("not a list of rows with a tag", where=str(path))
     try:
         tidy_by_tag(rows, "")
-    except (ValueError, TypeError) as error:
-        raise CorruptError(str(error), where=str(path)) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptError(f"not rows of an evaluation ({error})", where=str(path)) from error
     return rows
 
 

@@ -151,3 +151,16 @@ def test_uncommitted_changes_of_the_code_are_kept_with_the_commit(monkeypatch: p
     assert facts["dirty"] is True
     assert facts["changed"] == ["dflash/train/objective.py"]
     assert facts["diff"] == "+x = 1\n"
+
+
+def test_a_version_is_told_whole_however_long_the_lines_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for length in range(440, 500):
+        folder = tmp_path / f"n{length}-1.dist-info"
+        folder.mkdir()
+        extra = "x" * (length - len(f"Metadata-Version: 2.1\nName: n{length}\nLicense: \nVersion: "))
+        text = f"Metadata-Version: 2.1\nName: n{length}\nLicense: {extra}\nVersion: 12.34.56\n\nVersion: no\n"
+        (folder / "METADATA").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert set(environment._distributions().values()) == {"12.34.56"}

@@ -20,6 +20,7 @@ from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.files import write_json
 from dflash.base.stage import HostContext, Inputs
 from dflash.evaluate.metrics import COLUMNS
+from dflash.report.evidence import _tag_rows
 from dflash.report.figures import Series, bar_chart, line_chart, thin, tick_texts
 from dflash.report.page import visible
 from dflash.report.report import TEMPLATE, run
@@ -217,6 +218,13 @@ def cut(path: Path) -> None:
 
 def forget_field(path: Path) -> None:
     rewrite_json(path, lambda value: {name: item for name, item in value.items() if name != "samples"})
+
+
+def test_rows_by_tag_without_a_step_are_damage_and_not_a_crash(tmp_path: Path) -> None:
+    path = tmp_path / "tags.json"
+    path.write_text('[{"tag": "code", "value": 3}]')
+    with pytest.raises(CorruptError, match="step"):
+        _tag_rows(path)
 
 
 @pytest.mark.parametrize(
