@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dflash.base.errors import ConfigError, PermanentError
 
@@ -102,7 +102,7 @@ def check_labels(path: Path) -> None:
         ConfigError: names `FILE:LINE` and the value.
     """
     first: dict[str, int] = {}
-    with path.open(encoding="utf-8-sig", errors="replace") as stream:
+    with _open_lines(path) as stream:
         for number, text in enumerate(stream, start=1):
             line = _object(text)
             identity, tags, where = line.get("id"), line.get("tags", []), f"{path}:{number}"
@@ -125,12 +125,17 @@ def tags_by_line(path: Path) -> dict[int, list[str]]:
     """The tags of a JSONL file's lines, by line from 1, each once; lines without tags are left out. Of a file that `check_labels`
     takes."""
     found = {}
-    with path.open(encoding="utf-8-sig", errors="replace") as stream:
+    with _open_lines(path) as stream:
         for number, text in enumerate(stream, start=1):
             tags = _object(text).get("tags")
             if isinstance(tags, list) and tags:
                 found[number] = list(dict.fromkeys(str(tag) for tag in tags))
     return found
+
+
+def _open_lines(path: Path) -> TextIO:
+    """The file, whose lines end at `\\n` alone, as where prompts are read: a carriage return ends none."""
+    return path.open(encoding="utf-8-sig", errors="replace", newline="\n")
 
 
 def _object(text: str) -> dict[str, Any]:

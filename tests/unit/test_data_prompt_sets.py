@@ -13,7 +13,7 @@ import pytest
 
 from dflash.base.errors import ConfigError, PermanentError
 from dflash.data.prompt_sets import HUB_SETS, check_labels, lines, published_prompts, tags_by_line
-from dflash.data.prompts import validate_prompts_file
+from dflash.data.prompts import read_prompts, validate_prompts_file
 from dflash.data.prompts_params import PromptsParams
 
 
@@ -46,6 +46,14 @@ def test_tags_are_known_by_line_each_once(tmp_path: Path) -> None:
     assert tags_by_line(path) == {1: ["code", "short"], 3: ["code"]}
     path.write_text("\n" + path.read_text())
     assert tags_by_line(path) == {2: ["code", "short"], 4: ["code"]}, "blank lines count, as where prompts are read"
+
+
+def test_line_ends_that_were_converted_twice_move_no_tag_to_another_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_bytes(b'{"prompt": "x"}\r\r\n{"prompt": "y", "tags": ["code"]}\r\r\n')
+    read = read_prompts(path, PromptsParams(name="set", path=str(path), digest=""))
+    assert [prompt.line for prompt in read] == [1, 2]
+    assert tags_by_line(path) == {2: ["code"]}
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
