@@ -18,7 +18,7 @@ from dflash.base.records import RunManifest
 from dflash.plan.decisions import Decisions
 from dflash.plan.graph import Plan
 from dflash.plan.kept_code import kept_path
-from dflash.plan.places import LOCAL, Shipment, planned_place, shipments
+from dflash.plan.places import LOCAL, Shipment, planned_place, read_home, shipments
 from dflash.plan.sweep import Garbage, Name, Needs, at_work, closure, in_store, measured
 
 IMPORTED = "imported"
@@ -77,8 +77,17 @@ def find_needs(results: Path, plan: Plan | None = None, live: Collection[str] = 
 
 
 def _of_far_training(path: Path) -> bool:
-    """Whether this is the controller's copy of a training elsewhere: one that began here has a lease, held or not."""
-    return path.parent.name == "train" and path.parent.parent.name == "store" and not (path / "lease.json").exists()
+    """Whether this is the controller's copy of a training elsewhere, by its record; without one a training that began here has a
+    lease, held or not."""
+    if path.parent.name != "train" or path.parent.parent.name != "store":
+        return False
+    try:
+        home = read_home(path)
+    except CorruptError:
+        return True  # nobody knows where it is
+    if home is not None:
+        return home.place != LOCAL or home.moving is not None
+    return not (path / "lease.json").exists()
 
 
 def _coming(plan: Plan, place: str) -> list[Shipment]:

@@ -16,6 +16,7 @@ from dflash.hosts import lease
 from dflash.plan.gc import find_garbage
 from dflash.plan.graph import Plan
 from dflash.plan.kept_code import keep_code, kept_path
+from dflash.plan.places import Home, Moving, home_path
 from dflash.plan.sweep import remove
 
 RESULTS = Path("results")
@@ -165,6 +166,20 @@ def test_a_copy_of_a_training_elsewhere_stays_while_that_is_at_work_or_cannot_be
     assert [item.path for item in find_garbage(RESULTS, plan)] == [far.directory]
     lease.acquire([far.directory / "lease.json"], lease.new_record("cpu", far.key, "micro")).release()
     assert [item.path for item in find_garbage(RESULTS, plan, unsure=True)] == [far.directory]
+
+
+def test_a_training_that_was_begun_here_and_carried_over_is_one_elsewhere() -> None:
+    plan = plan_of()
+    far = plan_of(train={"seed": 7}).runs[0].nodes["train"]
+    far.params.write(far.directory / "params.json")
+    lease.acquire([far.directory / "lease.json"], lease.new_record("cpu", far.key, "micro")).release()
+    on_its_way = Moving(to="gpubox", token="t", asked=True)
+    for home in (Home(place="gpubox"), Home(place="local", moving=on_its_way)):
+        home.write(home_path(far.directory))
+        assert [item.path for item in find_garbage(RESULTS, plan, unsure=True)] == [], home
+        assert [item.path for item in find_garbage(RESULTS, plan)] == [far.directory]
+    Home(place="local").write(home_path(far.directory))
+    assert [item.path for item in find_garbage(RESULTS, plan, unsure=True)] == [far.directory], "it came back"
 
 
 def test_kept_code_goes_with_the_last_manifest_that_names_it() -> None:
