@@ -12,6 +12,7 @@ Costs what the stage costs; small files are held in memory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import select
@@ -352,7 +353,11 @@ def rehearse_part(store: Path, request: dict[str, Any]) -> dict[str, Any]:
 
     if request["part"] == "clear":
         rehearse.clear(store, request["scratch"])
+        rehearse.sweep(store)
         return {}
+    with contextlib.suppress(OSError):
+        os.utime(store / request["scratch"])  # it is in use: no sweep may take it for an old one
+    rehearse.sweep(store)
     if request["part"] == "train":
         return rehearse.rehearse_training(store, request["scratch"], request)
     from dflash.evaluate.trial import try_drafter

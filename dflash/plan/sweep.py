@@ -35,7 +35,9 @@ Coming = tuple[str, str, int | None]
 GONE = ".gone-"
 """How the name of a folder begins that is being deleted."""
 GRACE = 3600.0
-"""Seconds after which code that is still arriving counts as left behind."""
+"""Seconds after which code that is still arriving, or a rehearsal, counts as left behind."""
+REHEARSAL = ".rehearsal-"
+"""What the name of a rehearsal's throwaway store begins with; it lies in the store itself."""
 STAGES = tuple(name for name in BY_NAME if name != "report")
 
 
@@ -137,7 +139,14 @@ def in_store(store: Path, needs: Needs) -> list[Garbage]:
                     found.append(measured(folder, what))
                 else:
                     found += _leftovers(folder, stage, needs)
+    found += [measured(path, "left by a rehearsal that was killed") for path in _old_rehearsals(store)]
     return found + _stale_environments(store, needs.results)
+
+
+def _old_rehearsals(store: Path) -> list[Path]:
+    """Throwaway stores that are old and whose training nobody holds. What is at work in one renews its time."""
+    throwaway = [path for path in _folders(store) if path.name.removeprefix(GONE).startswith(REHEARSAL)]
+    return [path for path in throwaway if time.time() - path.stat().st_mtime >= GRACE and not live_trainings(path)]
 
 
 def in_workdir(root: Path, needs: Needs, own_code: str) -> list[Garbage]:
@@ -356,6 +365,8 @@ def _locks(path: Path) -> Iterator[Path]:
     for name in ("lease.json", "schedule.lock"):
         if (path / name).exists():
             yield path / name
+    if path.name.startswith(REHEARSAL):
+        yield from sorted(item / "lease.json" for item in _folders(path / "train") if (item / "lease.json").exists())
     yield from sorted(item for item in path.glob(".lock*") if item.is_file())
     for pattern in ("**/.*.partial", "**/.*.pin"):
         yield from sorted(item for item in path.glob(pattern) if item.is_dir())

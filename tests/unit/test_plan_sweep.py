@@ -255,3 +255,25 @@ def test_a_real_destination_at_work_keeps_what_has_arrived_and_its_death_gives_i
     assert str(partial.relative_to(root)) in listed(root, needs)
     remove([item for item in in_workdir(root, needs, OWN) if item.path == partial])
     assert not partial.exists()
+
+
+def test_what_a_killed_rehearsal_has_left_goes_when_it_is_old_and_nobody_holds_it(root: Path) -> None:
+    for name in ("old", "held", "new"):
+        folder = root / f"results/store/.rehearsal-{name}"
+        (folder / f"train/{KEY}").mkdir(parents=True)
+        (folder / "drafter").mkdir()
+        (folder / "drafter/model.safetensors").write_bytes(b"weights")
+        if name != "new":
+            os.utime(folder, (1, 1))
+    held = root / f"results/store/.rehearsal-held/train/{KEY}/lease.json"
+    lease_held = lease.acquire([held], lease.new_record("training", KEY, "demo"))
+    try:
+        left = [item for item in in_workdir(root, Needs(), OWN) if ".rehearsal-" in item.path.name]
+        assert [item.path.name for item in left] == [".rehearsal-old"]
+        remove(left)
+        again = sweep.measured(held.parents[2], "")
+        assert remove([again])[1] == [(again.path, "somebody has begun to use it")]
+    finally:
+        lease_held.release()
+    names = {path.name for path in (root / "results/store").glob(".rehearsal-*")}
+    assert names == {".rehearsal-held", ".rehearsal-new"}

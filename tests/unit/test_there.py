@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,10 @@ from dflash import remote, there
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.records import OutputFile, Receipt
 from dflash.base.store import read_params, receipt_path, shipped_directory
+from dflash.evaluate import trial
 from dflash.plan.graph import Node, Plan
 from dflash.runner import Job
-from dflash.train import moving, schedule
+from dflash.train import moving, rehearse, schedule
 
 
 @pytest.fixture
@@ -135,3 +137,17 @@ def test_the_inputs_that_count_are_those_that_the_job_reads(plan: Plan) -> None:
     standing = there._input_digests(job_of(plan, "train", 2))
     assert set(standing) == {"dataset", "buckets"}
     assert "dataset" not in there._input_digests(job_of(plan, "train", 2, shipped=["dataset"]))
+
+
+@pytest.mark.parametrize("part", ["train", "evaluate", "clear"])
+def test_every_part_of_a_rehearsal_takes_away_what_killed_ones_left_there_and_none_its_own(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    for name in (".rehearsal-killed", ".rehearsal-mine"):
+        (plan.store / name / "drafter").mkdir(parents=True)
+        os.utime(plan.store / name, (1, 1))
+    monkeypatch.setattr(rehearse, "rehearse_training", lambda *_: {})
+    monkeypatch.setattr(trial, "try_drafter", lambda *_: {})
+    there.rehearse_part(plan.store, {"part": part, "scratch": ".rehearsal-mine"})
+    left = [path.name for path in plan.store.glob(".rehearsal-*")]
+    assert left == ([] if part == "clear" else [".rehearsal-mine"])
