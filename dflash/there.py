@@ -315,6 +315,7 @@ def do_arrive(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list
     store = root / STORE
     directory = stage_directory(store, "train", request["key"])
     asked = {name: request[name] for name in ("origin", "token", "root", "run")}
+    _note_asker(root, str(request.get("asker") or ""))  # it lives here before any stage has run here
     moving.arrive(directory, store, **asked, forget_stop=True)
     return {}, []
 

@@ -26,13 +26,14 @@ from dflash.base.files import fsync_directory, locked, write_json
 from dflash.base.records import Artifact, ArtifactFile, CheckpointManifest, Receipt, Record, now
 from dflash.base.store import checkpoint_directory, read_params, stage_directory
 from dflash.hosts import lease
+from dflash.plan.sweep import ARRIVING
 from dflash.plan.verify import retire_checkpoints
 from dflash.ship import artifact
 from dflash.ship.receipt import receipt_path, require_receipt
 from dflash.train import launch, schedule
 from dflash.train.launch import Moved, moved_path, read_moved
 
-LEAVING, ARRIVING, PARENT = ".leaving", ".arriving", "parent"
+LEAVING, PARENT = ".leaving", "parent"
 NAME = "move.json"
 """A file of what goes along that names the move: even a training that has saved nothing leaves with something."""
 FILES = ("metrics.jsonl", "resolved.json", "nonfinite.json")

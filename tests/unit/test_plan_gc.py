@@ -13,7 +13,7 @@ from dflash.base.errors import CorruptError
 from dflash.base.files import locked
 from dflash.base.records import RunManifest, StageEntry, now
 from dflash.hosts import lease
-from dflash.plan.gc import find_garbage
+from dflash.plan.gc import find_garbage, find_needs
 from dflash.plan.graph import Plan
 from dflash.plan.kept_code import keep_code, kept_path
 from dflash.plan.places import Home, Moving, home_path
@@ -210,3 +210,13 @@ def test_a_job_at_work_for_another_config_keeps_itself_and_what_it_reads() -> No
     with locked(other.runs[0].nodes["dataset"].directory / ".lock"):
         assert {path.partition("/")[0] for path in listed()} == {"buckets"}
     assert {path.partition("/")[0] for path in listed()} == everything
+
+
+def test_what_is_carried_over_to_a_host_must_stay_there_whichever_config_asks() -> None:
+    plan = plan_of()
+    node = plan_of(train={"seed": 7}).runs[0].nodes["train"]
+    Home(place="a", moving=Moving(to="b", token="t")).write(home_path(node.directory))
+    assert ("train", node.key, None) in find_needs(RESULTS, plan, place="b").coming
+    assert ("train", node.key, None) not in find_needs(RESULTS, plan, place="a").coming
+    Home(place="b").write(home_path(node.directory))
+    assert ("train", node.key, None) not in find_needs(RESULTS, plan, place="b").coming

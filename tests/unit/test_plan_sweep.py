@@ -277,3 +277,22 @@ def test_what_a_killed_rehearsal_has_left_goes_when_it_is_old_and_nobody_holds_i
         lease_held.release()
     names = {path.name for path in (root / "results/store").glob(".rehearsal-*")}
     assert names == {".rehearsal-held", ".rehearsal-new"}
+
+
+def test_what_a_move_that_was_taken_back_has_brought_goes_and_what_is_on_its_way_stays(root: Path) -> None:
+    folder = root / f"results/store/train/{KEY}"
+    (folder / ".arriving/step_4/state").mkdir(parents=True)
+    (folder / ".arriving/step_4/state/masters.safetensors").write_bytes(b"state")
+    (folder / "..arriving.shipment.json").write_text("{}")
+    (folder / f"..arriving.{'d' * 64}.partial").mkdir()
+    names = {str(path.relative_to(root)) for path in folder.glob(".*arriving*") if path.is_dir()}
+    needed = {("train", KEY)}
+    assert not names & set(listed(root, Needs(needed, coming={("train", KEY, None)})))
+    assert names <= set(listed(root, Needs(needed)))
+    items = [item for item in in_workdir(root, Needs(needed), OWN) if str(item.path.relative_to(root)) in names]
+    taken = lease.acquire([folder / "lease.json"], lease.new_record("training", KEY, "demo"))
+    assert [path for path, _ in remove(items)[1]] == [item.path for item in items], "it is being taken in"
+    taken.release()
+    remove(items)
+    assert not list(folder.glob(".*arriving*"))
+    assert (folder / "step_2/drafter/model.safetensors").exists()

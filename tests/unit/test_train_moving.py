@@ -17,6 +17,7 @@ from dflash.base.records import Receipt, StopMarker, last_attempts, now
 from dflash.base.store import read_params
 from dflash.hosts import lease
 from dflash.hosts.host import LocalHost
+from dflash.plan.sweep import ARRIVING
 from dflash.ship.ship import ship
 from dflash.train import launch, moving, schedule
 
@@ -61,7 +62,7 @@ def leave(
 
 def send(source: Training, destination: Training, listed: Any) -> None:
     here = LocalHost()
-    ship(here, source.directory / moving.LEAVING, here, destination.directory / moving.ARRIVING, known=listed, wait=1.0)
+    ship(here, source.directory / moving.LEAVING, here, destination.directory / ARRIVING, known=listed, wait=1.0)
 
 
 def arrive(training: Training, root: str, token: str = "one") -> None:
