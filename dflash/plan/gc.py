@@ -105,7 +105,7 @@ def _coming(plan: Plan, place: str) -> list[Shipment]:
 
 def _moving_to(store: Path, place: str) -> set[Coming]:
     """Trainings that are on their way to a place, whichever config had them carried over."""
-    found = set()
+    found: set[Coming] = set()
     for path in store.glob("train/*/home.json"):
         with contextlib.suppress(CorruptError):
             moving = Home.read(path).moving

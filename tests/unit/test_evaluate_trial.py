@@ -20,7 +20,7 @@ def request_of(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any
     """What the eval host is asked for by the rehearsal of the micro run with some values changed."""
     plan = plan_of(**changes)
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(rehearsal, "rehearse_part", lambda _, request: asked.append(request) or {})
+    monkeypatch.setattr(rehearsal, "rehearse_part", lambda _, request: asked.append(request))
     site = rehearsal.Site(LOCAL, LocalHost(), plan.store.resolve(), ".rehearsal-0123456789ab")
     evaluate = plan.runs[0].nodes["evaluate"]
     rehearsal._evaluate(plan, evaluate, site, site, Path("drafter"), [[1, 2]], shipped=False)

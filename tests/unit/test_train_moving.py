@@ -224,6 +224,11 @@ def test_the_checkpoint_that_a_training_was_continued_from_goes_along(old: Train
     shutil.rmtree(parent)
     carry(child, elsewhere, receipted=[])
     assert sorted(path.name for path in (parent / "step_4").iterdir()) == ["drafter", "manifest.json"]
+    damage(parent / "step_4/drafter/model.safetensors")
+    carry(elsewhere, child, token="back", receipted=[])
+    carry(child, elsewhere, token="again", receipted=[])
+    assert moving._is_whole(parent, 4, state=False)
+    assert not list(parent.glob("replaced-*")), "what was replaced of the parent goes too"
     elsewhere.run(4, attempt=2)
     child.directory.joinpath("moved.json").unlink()
     child.run(4, attempt=2)
