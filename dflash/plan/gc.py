@@ -105,12 +105,19 @@ def _coming(plan: Plan, place: str) -> list[Shipment]:
 
 def _moving_to(store: Path, place: str) -> set[Coming]:
     """Trainings that are on their way to a place, whichever config had them carried over."""
-    found: set[Coming] = set()
+    return {
+        ("train", key, None)
+        for key, home in homes(store).items()
+        if home.moving is not None and home.moving.to == place
+    }
+
+
+def homes(store: Path) -> dict[str, Home]:
+    """Where trainings live of which that is recorded, by key."""
+    found = {}
     for path in store.glob("train/*/home.json"):
         with contextlib.suppress(CorruptError):
-            moving = Home.read(path).moving
-            if moving is not None and moving.to == place:
-                found.add(("train", path.parent.name, None))
+            found[path.parent.name] = Home.read(path)
     return found
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from plan_store import make_folder, plan_of, stand
 
-from dflash.base.errors import CorruptError
+from dflash import cli_gc, remote
+from dflash.base.errors import CorruptError, TransientError
 from dflash.base.files import locked
 from dflash.base.records import RunManifest, StageEntry, now
 from dflash.hosts import lease
@@ -220,3 +222,35 @@ def test_what_is_carried_over_to_a_host_must_stay_there_whichever_config_asks() 
     assert ("train", node.key, None) not in find_needs(RESULTS, plan, place="a").coming
     Home(place="b").write(home_path(node.directory))
     assert ("train", node.key, None) not in find_needs(RESULTS, plan, place="b").coming
+
+
+@pytest.mark.parametrize(
+    ("home", "answer", "stays"),
+    [
+        (Home(place="b"), {"live": ["KEY"]}, True),
+        (Home(place="b"), {"live": []}, False),
+        (Home(place="b"), TransientError("no route"), True),
+        (Home(place="gone"), {"live": []}, True),
+        (Home(place="a", moving=Moving(to="b", token="t")), {"live": []}, True),
+        (Home(place="a"), {"live": []}, False),
+    ],
+)
+def test_what_a_training_has_left_on_a_host_stays_there_while_it_is_at_work_on_another(
+    monkeypatch: pytest.MonkeyPatch, home: Home, answer: Any, stays: bool
+) -> None:
+    hosts = {name: {"kind": "local", "workdir": f"/srv/{name}", "device": "cpu"} for name in ("a", "b")}
+    Path("hosts.yaml").write_text(yaml.safe_dump({"hosts": hosts}))
+    key = plan_of(train={"seed": 7}).runs[0].nodes["train"].key
+    plan = plan_of(hosts="hosts.yaml")
+    home.write(home_path(plan.store / "train" / key))
+    told = {"live": [key for _ in answer["live"]]} if isinstance(answer, dict) else answer
+    monkeypatch.setattr(cli_gc, "_asked", lambda _, names: dict.fromkeys(names, told))
+    needs: list[Any] = []
+
+    def garbage_there(_host: object, needed: Any, _delete: object = None) -> dict[str, Any]:
+        needs.append(needed)
+        return {"garbage": [], "askers": [], "live": []}
+
+    monkeypatch.setattr(remote, "garbage_there", garbage_there)
+    cli_gc._collect_there(plan, "a", delete=False)
+    assert (["train", key] in needs[0]["results"]) is stays
