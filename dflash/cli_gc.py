@@ -129,6 +129,11 @@ def _live_elsewhere(plan: Plan, name: str) -> set[str]:
     places = {home.place for home in known.values()}
     answers = _asked(plan, [host for host in _others(plan) if host in places and host != name])
 
+    mute = sorted(place for place in places - {name, LOCAL} if not isinstance(answers.get(place), dict))
+    if mute:
+        text = f"What trainings on {', '.join(mute)} have left here stays: whether one is at work cannot be asked."
+        print(text, file=sys.stderr)
+
     def at_work(key: str) -> bool:
         answer = answers.get(known[key].place)
         return known[key].moving is not None or not isinstance(answer, dict) or key in answer["live"]

@@ -236,7 +236,7 @@ def test_what_is_carried_over_to_a_host_must_stay_there_whichever_config_asks() 
     ],
 )
 def test_what_a_training_has_left_on_a_host_stays_there_while_it_is_at_work_on_another(
-    monkeypatch: pytest.MonkeyPatch, home: Home, answer: Any, stays: bool
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Home, answer: Any, stays: bool
 ) -> None:
     hosts = {name: {"kind": "local", "workdir": f"/srv/{name}", "device": "cpu"} for name in ("a", "b")}
     Path("hosts.yaml").write_text(yaml.safe_dump({"hosts": hosts}))
@@ -253,4 +253,6 @@ def test_what_a_training_has_left_on_a_host_stays_there_while_it_is_at_work_on_a
 
     monkeypatch.setattr(remote, "garbage_there", garbage_there)
     cli_gc._collect_there(plan, "a", delete=False)
+    said = capsys.readouterr().err
+    assert (f"trainings on {home.place} have left here" in said) is (told is answer or home.place == "gone")
     assert (["train", key] in needs[0]["results"]) is stays
