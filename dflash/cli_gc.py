@@ -119,6 +119,28 @@ def _line_of(name: str, answer: dict[str, Any] | DflashError) -> str:
 # ---------------------------------------------------------------- there
 
 
+def _live_elsewhere(plan: Plan, name: str) -> set[str]:
+    """Trainings that are at work on other hosts than this one, may be, or are on their way: what they saved here before they were
+    carried over is here only."""
+    from dflash.plan.gc import homes
+    from dflash.plan.places import LOCAL
+
+    known = {key: home for key, home in homes(plan.store).items() if home.moving or home.place not in (name, LOCAL)}
+    places = {home.place for home in known.values()}
+    answers = _asked(plan, [host for host in _others(plan) if host in places and host != name])
+
+    mute = sorted(place for place in places - {name, LOCAL} if not isinstance(answers.get(place), dict))
+    if mute:
+        text = f"What trainings on {', '.join(mute)} have left here stays: whether one is at work cannot be asked."
+        print(text, file=sys.stderr)
+
+    def at_work(key: str) -> bool:
+        answer = answers.get(known[key].place)
+        return known[key].moving is not None or not isinstance(answer, dict) or key in answer["live"]
+
+    return {key for key in known if at_work(key)}
+
+
 def _collect_there(plan: Plan, name: str, delete: bool) -> None:
     from dflash.plan.gc import by_size, find_needs
     from dflash.plan.sweep import Garbage
@@ -127,7 +149,8 @@ def _collect_there(plan: Plan, name: str, delete: bool) -> None:
 
     host = plan.config.inventory.get(name)
     results = plan.config.results
-    answer = garbage_there(host, find_needs(results, plan, place=name).as_json())
+    live = _live_elsewhere(plan, name)
+    answer = garbage_there(host, find_needs(results, plan, live, place=name).as_json())
     found = by_size([Garbage(Path(path), *rest) for path, *rest in answer["garbage"]])
     _tell(found, Path(f"{name}:{host.workdir}"))
     others = [item for item in answer["askers"] if item != asker(plan.store)]
@@ -137,7 +160,7 @@ def _collect_there(plan: Plan, name: str, delete: bool) -> None:
         _end(bool(found))
         return
     with owner_lock(results):
-        needs = find_needs(results, plan, place=name).as_json()
+        needs = find_needs(results, plan, live, place=name).as_json()
         answer = garbage_there(host, needs, [[str(item.path), item.mark] for item in found])
     _tell_deleted(len(answer["gone"]), [(f"{name}:{path}", why) for path, why in answer["kept"]])
 

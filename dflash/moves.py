@@ -37,7 +37,8 @@ from dflash.plan.places import (
     read_home,
     training_place,
 )
-from dflash.remote import STORE, LinkLost, Unreachable, ask, raise_error
+from dflash.plan.sweep import ARRIVING
+from dflash.remote import STORE, LinkLost, Unreachable, ask, asker, raise_error
 from dflash.ship.ship import ship
 from dflash.shipments import ATTEMPTS, IDLE
 from dflash.stages import BY_NAME
@@ -185,7 +186,7 @@ class _Move:
             _host(self.plan, self.node, self.home.place),
             self._folder(self.home.place) / moving.LEAVING,
             _host(self.plan, self.node, here),
-            self._folder(here) / moving.ARRIVING,
+            self._folder(here) / ARRIVING,
             known=listed,
             progress=partial(self.progress.update, unit="bytes"),
             tell=self.progress.say,
@@ -234,7 +235,8 @@ class _Move:
         if place == LOCAL:
             return self._take_in_here(asked)
         try:
-            answer, _ = ask(host, BY_NAME["train"].role, {"do": "arrive", "key": self.node.key, **asked}, {})
+            request = {"do": "arrive", "key": self.node.key, "asker": asker(self.plan.store), **asked}
+            answer, _ = ask(host, BY_NAME["train"].role, request, {})
         except LinkLost as error:
             if isinstance(error, Unreachable) and not under_way.asked:
                 return error

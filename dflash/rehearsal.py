@@ -435,14 +435,16 @@ def _evaluate(
     target_path = _target(plan, evaluate, placed, judge)
     _bring_inputs(plan, evaluate, judge, here, only=[TARGET])
     Progress("rehearsal").say(f"{len(prompts)} requests are evaluated on {judge.place}")
+    references = [node for name, node in evaluate.inputs.items() if name.startswith("references/")]
     request = {
         "drafter": str(drafter),
         "shipped": shipped,
         "params": {**evaluate.params.params, **values},
-        "dtypes": {
-            node.params.params["kernels"]: node.params.params["dtype"]
-            for name, node in evaluate.inputs.items()
-            if name.startswith("references/")
+        "dtypes": {node.params.params["kernels"]: node.params.params["dtype"] for node in references},
+        # An evaluation whose features are kept never loads the target; then it fits as its references spread it.
+        "devices": {
+            node.params.params["kernels"]: placed.get("target_devices") or node.placement.get("target_devices") or []
+            for node in references
         },
         "target_path": target_path,
         "device": str(placed["device"]),

@@ -271,7 +271,7 @@ def _at_home(job: Job) -> Iterator[None]:
         yield
     except Unreachable:
         if home is None:
-            home_path(job.directory).unlink()
+            home_path(job.directory).unlink(missing_ok=True)  # several steps are asked for at the same time
         raise
 
 

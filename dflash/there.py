@@ -12,6 +12,7 @@ Costs what the stage costs; small files are held in memory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import select
@@ -314,6 +315,7 @@ def do_arrive(root: Path, request: dict[str, Any]) -> tuple[dict[str, Any], list
     store = root / STORE
     directory = stage_directory(store, "train", request["key"])
     asked = {name: request[name] for name in ("origin", "token", "root", "run")}
+    _note_asker(root, str(request.get("asker") or ""))  # it lives here before any stage has run here
     moving.arrive(directory, store, **asked, forget_stop=True)
     return {}, []
 
@@ -352,7 +354,11 @@ def rehearse_part(store: Path, request: dict[str, Any]) -> dict[str, Any]:
 
     if request["part"] == "clear":
         rehearse.clear(store, request["scratch"])
+        rehearse.sweep(store)
         return {}
+    with contextlib.suppress(OSError):
+        os.utime(store / request["scratch"])  # it is in use: no sweep may take it for an old one
+    rehearse.sweep(store)
     if request["part"] == "train":
         return rehearse.rehearse_training(store, request["scratch"], request)
     from dflash.evaluate.trial import try_drafter

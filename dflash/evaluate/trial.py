@@ -42,8 +42,8 @@ def try_drafter(store: Path, name: str, request: Mapping[str, Any]) -> dict[str,
 
     Args:
         name: the rehearsal's folder in `store`. request: `drafter` (its folder, in the rehearsal's), `shipped` (whether it came
-        from another host), `params` of the evaluation, `dtypes` of the target by kernel, `target_path`, `device`, `prompts`
-        (token ids).
+        from another host), `params` of the evaluation, `dtypes` of the target by kernel, `devices` that its layers are spread over
+        by kernel (none: `device`), `target_path`, `device`, `prompts` (token ids).
 
     Returns:
         `kernels`: name -> `tau` (mean tokens a verification), `load_seconds`, `seconds` a request, `output_tokens`; and
@@ -69,9 +69,13 @@ def try_drafter(store: Path, name: str, request: Mapping[str, Any]) -> dict[str,
         kernels = {}
         for kernel in params.kernels:
             began = time.perf_counter()
-            target = load_target(source, request["dtypes"][kernel], device, kernels=kernel)
+            devices = request["devices"][kernel] or device
+            target = load_target(source, request["dtypes"][kernel], devices, kernels=kernel)
             loaded = time.perf_counter() - began
-            kernels[kernel] = {"load_seconds": loaded, **_answer(target, drafter, ends, params, request["prompts"])}
+            kernels[kernel] = {
+                "load_seconds": loaded,
+                **_answer(target, drafter, ends, params, request["prompts"], device),
+            }
             del target
             gc.collect()
     except (RuntimeError, MemoryError) as error:
@@ -86,7 +90,7 @@ def try_drafter(store: Path, name: str, request: Mapping[str, Any]) -> dict[str,
 
 
 def _answer(
-    target: Target, drafter: Drafter, ends: Ends, params: EvaluateParams, prompts: Sequence[list[int]]
+    target: Target, drafter: Drafter, ends: Ends, params: EvaluateParams, prompts: Sequence[list[int]], device: str
 ) -> dict[str, Any]:
     """Acceptance over some prompts, and the seconds that one takes."""
     lengths: list[int] = []
@@ -96,7 +100,7 @@ def _answer(
         limit = length_limit(OUTPUT_TOKENS, params.target.max_position_embeddings, len(prompt))
         ((output, _),) = target.generate([prompt], limit)
         tokens += len(output)
-        features = compute_features(target, prompt + output, params.taps, f"request {number}")
+        features = compute_features(target, prompt + output, params.taps, f"request {number}").to(device)
         drafts = draft_continuation(
             drafter,
             Continuation(prompt, output, limit),

@@ -10,6 +10,7 @@ what lies on a host is looked at there (`sweep.py`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from dflash.base.records import RunManifest
 from dflash.plan.decisions import Decisions
 from dflash.plan.graph import Plan
 from dflash.plan.kept_code import kept_path
-from dflash.plan.places import LOCAL, Shipment, planned_place, shipments
-from dflash.plan.sweep import Garbage, Name, Needs, at_work, closure, in_store, measured
+from dflash.plan.places import LOCAL, Home, Shipment, planned_place, read_home, shipments
+from dflash.plan.sweep import Coming, Garbage, Name, Needs, at_work, closure, in_store, measured
 
 IMPORTED = "imported"
 """Folder of the store that holds what people brought in; only they decide when it goes."""
@@ -66,19 +67,28 @@ def find_needs(results: Path, plan: Plan | None = None, live: Collection[str] = 
     """
     roots = _roots(results, plan) | {("train", key) for key in live}
     needed, targets = closure(results / "store", roots)
-    needs = Needs(needed, targets=targets)
+    needs = Needs(needed, coming=_moving_to(results / "store", place), targets=targets)
     if plan is not None:
         nodes = [node for node in plan.nodes.values() if node.stage.name != "report"]
         needs.files = {str(digest) for node in nodes for digest in node.placement.get("files", {})}
         digests = [(node.params.params.get("target") or {}).get("digest") for node in nodes]
         needs.targets |= {str(digest)[:12] for digest in digests if digest}
-        needs.coming = {(item.stage, item.key, item.step) for item in _coming(plan, place)}
+        needs.coming |= {(item.stage, item.key, item.step) for item in _coming(plan, place)}
     return needs
 
 
 def _of_far_training(path: Path) -> bool:
-    """Whether this is the controller's copy of a training elsewhere: one that began here has a lease, held or not."""
-    return path.parent.name == "train" and path.parent.parent.name == "store" and not (path / "lease.json").exists()
+    """Whether this is the controller's copy of a training elsewhere, by its record; without one a training that began here has a
+    lease, held or not."""
+    if path.parent.name != "train" or path.parent.parent.name != "store":
+        return False
+    try:
+        home = read_home(path)
+    except CorruptError:
+        return True  # nobody knows where it is
+    if home is not None:
+        return home.place != LOCAL or home.moving is not None
+    return not (path / "lease.json").exists()
 
 
 def _coming(plan: Plan, place: str) -> list[Shipment]:
@@ -90,6 +100,24 @@ def _coming(plan: Plan, place: str) -> list[Shipment]:
         for step in node.steps if node.stage.stepwise else [None]:
             if not node.receipt(step).exists():
                 found += [item for item in shipments(plan, node, step).values() if item.destination == place]
+    return found
+
+
+def _moving_to(store: Path, place: str) -> set[Coming]:
+    """Trainings that are on their way to a place, whichever config had them carried over."""
+    return {
+        ("train", key, None)
+        for key, home in homes(store).items()
+        if home.moving is not None and home.moving.to == place
+    }
+
+
+def homes(store: Path) -> dict[str, Home]:
+    """Where trainings live of which that is recorded, by key."""
+    found = {}
+    for path in store.glob("train/*/home.json"):
+        with contextlib.suppress(CorruptError):
+            found[path.parent.name] = Home.read(path)
     return found
 
 

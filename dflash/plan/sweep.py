@@ -31,11 +31,15 @@ from dflash.stages import BY_NAME
 Name = tuple[str, str]
 """Stage and key of a result."""
 Coming = tuple[str, str, int | None]
-"""Stage, key and step of a shipment that a planned run still needs; stage `target` for a target."""
+"""Stage, key and step of a shipment that a planned run still needs; stage `target` for a target; no step for a training itself."""
 GONE = ".gone-"
 """How the name of a folder begins that is being deleted."""
 GRACE = 3600.0
-"""Seconds after which code that is still arriving counts as left behind."""
+"""Seconds after which code that is still arriving, or a rehearsal, counts as left behind."""
+ARRIVING = ".arriving"
+"""Of a training that is carried over, what lies in its folder on the new host until it is taken in."""
+REHEARSAL = ".rehearsal-"
+"""What the name of a rehearsal's throwaway store begins with; it lies in the store itself."""
 STAGES = tuple(name for name in BY_NAME if name != "report")
 
 
@@ -137,7 +141,14 @@ def in_store(store: Path, needs: Needs) -> list[Garbage]:
                     found.append(measured(folder, what))
                 else:
                     found += _leftovers(folder, stage, needs)
+    found += [measured(path, "left by a rehearsal that was killed") for path in _old_rehearsals(store)]
     return found + _stale_environments(store, needs.results)
+
+
+def _old_rehearsals(store: Path) -> list[Path]:
+    """Throwaway stores that are old and whose training nobody holds. What is at work in one renews its time."""
+    throwaway = [path for path in _folders(store) if path.name.removeprefix(GONE).startswith(REHEARSAL)]
+    return [path for path in throwaway if time.time() - path.stat().st_mtime >= GRACE and not live_trainings(path)]
 
 
 def in_workdir(root: Path, needs: Needs, own_code: str) -> list[Garbage]:
@@ -197,6 +208,12 @@ def _leftovers(folder: Path, stage: str, needs: Needs) -> list[Garbage]:
         for path in inside
         if path.name.startswith(".work") and not _busy(path)
     ]
+    if stage == "train" and (stage, folder.name, None) not in needs.coming:
+        found += [
+            measured(path, "left by a move that was taken back")
+            for path in inside
+            if ARRIVING in (path.name, _partial_of(path)) and not _locked(path)
+        ]
     for place in (folder, *(path for path in inside if path.name.startswith("step_"))):
         number = place.name.removeprefix("step_") if place is not folder else ""
         coming = (stage, folder.name, int(number) if number.isdigit() else None) in needs.coming
@@ -356,6 +373,10 @@ def _locks(path: Path) -> Iterator[Path]:
     for name in ("lease.json", "schedule.lock"):
         if (path / name).exists():
             yield path / name
+    if ARRIVING in (path.name, _partial_of(path)) and (path.parent / "lease.json").exists():
+        yield path.parent / "lease.json"  # who takes it in holds this
+    if path.name.startswith(REHEARSAL):
+        yield from sorted(item / "lease.json" for item in _folders(path / "train") if (item / "lease.json").exists())
     yield from sorted(item for item in path.glob(".lock*") if item.is_file())
     for pattern in ("**/.*.partial", "**/.*.pin"):
         yield from sorted(item for item in path.glob(pattern) if item.is_dir())

@@ -26,13 +26,14 @@ from dflash.base.files import fsync_directory, locked, write_json
 from dflash.base.records import Artifact, ArtifactFile, CheckpointManifest, Receipt, Record, now
 from dflash.base.store import checkpoint_directory, read_params, stage_directory
 from dflash.hosts import lease
+from dflash.plan.sweep import ARRIVING
 from dflash.plan.verify import retire_checkpoints
 from dflash.ship import artifact
 from dflash.ship.receipt import receipt_path, require_receipt
 from dflash.train import launch, schedule
 from dflash.train.launch import Moved, moved_path, read_moved
 
-LEAVING, ARRIVING, PARENT = ".leaving", ".arriving", "parent"
+LEAVING, PARENT = ".leaving", "parent"
 NAME = "move.json"
 """A file of what goes along that names the move: even a training that has saved nothing leaves with something."""
 FILES = ("metrics.jsonl", "resolved.json", "nonfinite.json")
@@ -253,7 +254,7 @@ def arrive(directory: Path, store: Path, *, origin: str, token: str, root: str, 
             Arrived(token=token, origin=origin, step=step, at=now()).write(directory / "arrived.json")
         moved_path(directory).unlink(missing_ok=True)
         fsync_directory(directory)
-        _tidy(directory)
+        _tidy(directory, store)
 
 
 def _refuse_own(directory: Path, moved: Moved | None) -> None:
@@ -320,11 +321,13 @@ def _replace_file(source: Path, target: Path) -> None:
     temporary.unlink(missing_ok=True)  # nothing is renamed onto another link to the same file
 
 
-def _tidy(directory: Path) -> None:
+def _tidy(directory: Path, store: Path) -> None:
     """Removes what the move needed; the receipt of the shipment after the folder that it is the receipt of."""
     (directory / f"{LEAVING}.json").unlink(missing_ok=True)
     leftovers = [directory / LEAVING, directory / ARRIVING]
     leftovers += [*directory.glob(f".{ARRIVING}.*.partial"), *directory.glob(_replaced("*"))]
+    for parent in (directory / ARRIVING / PARENT).glob("*"):
+        leftovers += stage_directory(store, "train", parent.name).glob(_replaced("*"))
     for folder in leftovers:
         shutil.rmtree(folder, ignore_errors=True)
     receipt_path(directory / ARRIVING).unlink(missing_ok=True)

@@ -43,13 +43,13 @@ from dflash.base.store import (
 from dflash.data.batches import Batch, BatchPlan, Samples, load_train_samples
 from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease, machine
+from dflash.plan.sweep import REHEARSAL
 from dflash.train import launch, schedule
 from dflash.train.attempts import Attempt, Placement, attempt_path
 from dflash.train.child import resolved_params
 from dflash.train.train_params import Topology, TrainParams
 
-PREFIX = ".rehearsal-"
-"""What the name of a throwaway store begins with; it lies in the store itself, so on the same disk."""
+PREFIX = REHEARSAL
 STALE = 3600.0
 """Seconds after which a throwaway store that nobody holds was left behind by a kill."""
 PASSES = 2
@@ -134,7 +134,6 @@ def rehearse_training(store: Path, name: str, request: Mapping[str, Any]) -> dic
         PermanentError: somebody trains there; it does not fit; whatever else stops a training, in its own words.
         ConfigError, CorruptError, TransientError: as a training's.
     """
-    sweep(store)
     scratch, key = store / name, str(request["key"])
     real = stage_directory(store, "train", key)
     held = lease.holder(schedule.lease_path(real))
@@ -350,7 +349,8 @@ def cleared_when_killed(store: Path, name: str) -> Iterator[None]:
 
 
 def sweep(store: Path) -> None:
-    """Takes away what rehearsals that were killed have left: throwaway stores that are old and that nobody holds."""
+    """Takes away what rehearsals that were killed have left: throwaway stores that are old and that nobody holds. Every part of a
+    rehearsal does it, on whichever host: a kill leaves something on each."""
     for scratch in store.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - scratch.stat().st_mtime > STALE and next(_holders(scratch), None) is None:

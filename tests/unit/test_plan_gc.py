@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from plan_store import make_folder, plan_of, stand
 
-from dflash.base.errors import CorruptError
+from dflash import cli_gc, remote
+from dflash.base.errors import CorruptError, TransientError
 from dflash.base.files import locked
 from dflash.base.records import RunManifest, StageEntry, now
 from dflash.hosts import lease
-from dflash.plan.gc import find_garbage
+from dflash.plan.gc import find_garbage, find_needs
 from dflash.plan.graph import Plan
 from dflash.plan.kept_code import keep_code, kept_path
+from dflash.plan.places import Home, Moving, home_path
 from dflash.plan.sweep import remove
 
 RESULTS = Path("results")
@@ -167,6 +170,20 @@ def test_a_copy_of_a_training_elsewhere_stays_while_that_is_at_work_or_cannot_be
     assert [item.path for item in find_garbage(RESULTS, plan, unsure=True)] == [far.directory]
 
 
+def test_a_training_that_was_begun_here_and_carried_over_is_one_elsewhere() -> None:
+    plan = plan_of()
+    far = plan_of(train={"seed": 7}).runs[0].nodes["train"]
+    far.params.write(far.directory / "params.json")
+    lease.acquire([far.directory / "lease.json"], lease.new_record("cpu", far.key, "micro")).release()
+    on_its_way = Moving(to="gpubox", token="t", asked=True)
+    for home in (Home(place="gpubox"), Home(place="local", moving=on_its_way)):
+        home.write(home_path(far.directory))
+        assert [item.path for item in find_garbage(RESULTS, plan, unsure=True)] == [], home
+        assert [item.path for item in find_garbage(RESULTS, plan)] == [far.directory]
+    Home(place="local").write(home_path(far.directory))
+    assert [item.path for item in find_garbage(RESULTS, plan, unsure=True)] == [far.directory], "it came back"
+
+
 def test_kept_code_goes_with_the_last_manifest_that_names_it() -> None:
     plan = plan_of()
     stand_data(plan)
@@ -195,3 +212,47 @@ def test_a_job_at_work_for_another_config_keeps_itself_and_what_it_reads() -> No
     with locked(other.runs[0].nodes["dataset"].directory / ".lock"):
         assert {path.partition("/")[0] for path in listed()} == {"buckets"}
     assert {path.partition("/")[0] for path in listed()} == everything
+
+
+def test_what_is_carried_over_to_a_host_must_stay_there_whichever_config_asks() -> None:
+    plan = plan_of()
+    node = plan_of(train={"seed": 7}).runs[0].nodes["train"]
+    Home(place="a", moving=Moving(to="b", token="t")).write(home_path(node.directory))
+    assert ("train", node.key, None) in find_needs(RESULTS, plan, place="b").coming
+    assert ("train", node.key, None) not in find_needs(RESULTS, plan, place="a").coming
+    Home(place="b").write(home_path(node.directory))
+    assert ("train", node.key, None) not in find_needs(RESULTS, plan, place="b").coming
+
+
+@pytest.mark.parametrize(
+    ("home", "answer", "stays"),
+    [
+        (Home(place="b"), {"live": ["KEY"]}, True),
+        (Home(place="b"), {"live": []}, False),
+        (Home(place="b"), TransientError("no route"), True),
+        (Home(place="gone"), {"live": []}, True),
+        (Home(place="a", moving=Moving(to="b", token="t")), {"live": []}, True),
+        (Home(place="a"), {"live": []}, False),
+    ],
+)
+def test_what_a_training_has_left_on_a_host_stays_there_while_it_is_at_work_on_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Home, answer: Any, stays: bool
+) -> None:
+    hosts = {name: {"kind": "local", "workdir": f"/srv/{name}", "device": "cpu"} for name in ("a", "b")}
+    Path("hosts.yaml").write_text(yaml.safe_dump({"hosts": hosts}))
+    key = plan_of(train={"seed": 7}).runs[0].nodes["train"].key
+    plan = plan_of(hosts="hosts.yaml")
+    home.write(home_path(plan.store / "train" / key))
+    told = {"live": [key for _ in answer["live"]]} if isinstance(answer, dict) else answer
+    monkeypatch.setattr(cli_gc, "_asked", lambda _, names: dict.fromkeys(names, told))
+    needs: list[Any] = []
+
+    def garbage_there(_host: object, needed: Any, _delete: object = None) -> dict[str, Any]:
+        needs.append(needed)
+        return {"garbage": [], "askers": [], "live": []}
+
+    monkeypatch.setattr(remote, "garbage_there", garbage_there)
+    cli_gc._collect_there(plan, "a", delete=False)
+    said = capsys.readouterr().err
+    assert (f"trainings on {home.place} have left here" in said) is (told is answer or home.place == "gone")
+    assert (["train", key] in needs[0]["results"]) is stays

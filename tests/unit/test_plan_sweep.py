@@ -255,3 +255,44 @@ def test_a_real_destination_at_work_keeps_what_has_arrived_and_its_death_gives_i
     assert str(partial.relative_to(root)) in listed(root, needs)
     remove([item for item in in_workdir(root, needs, OWN) if item.path == partial])
     assert not partial.exists()
+
+
+def test_what_a_killed_rehearsal_has_left_goes_when_it_is_old_and_nobody_holds_it(root: Path) -> None:
+    for name in ("old", "held", "new"):
+        folder = root / f"results/store/.rehearsal-{name}"
+        (folder / f"train/{KEY}").mkdir(parents=True)
+        (folder / "drafter").mkdir()
+        (folder / "drafter/model.safetensors").write_bytes(b"weights")
+        if name != "new":
+            os.utime(folder, (1, 1))
+    held = root / f"results/store/.rehearsal-held/train/{KEY}/lease.json"
+    lease_held = lease.acquire([held], lease.new_record("training", KEY, "demo"))
+    try:
+        left = [item for item in in_workdir(root, Needs(), OWN) if ".rehearsal-" in item.path.name]
+        assert [item.path.name for item in left] == [".rehearsal-old"]
+        remove(left)
+        again = sweep.measured(held.parents[2], "")
+        assert remove([again])[1] == [(again.path, "somebody has begun to use it")]
+    finally:
+        lease_held.release()
+    names = {path.name for path in (root / "results/store").glob(".rehearsal-*")}
+    assert names == {".rehearsal-held", ".rehearsal-new"}
+
+
+def test_what_a_move_that_was_taken_back_has_brought_goes_and_what_is_on_its_way_stays(root: Path) -> None:
+    folder = root / f"results/store/train/{KEY}"
+    (folder / ".arriving/step_4/state").mkdir(parents=True)
+    (folder / ".arriving/step_4/state/masters.safetensors").write_bytes(b"state")
+    (folder / "..arriving.shipment.json").write_text("{}")
+    (folder / f"..arriving.{'d' * 64}.partial").mkdir()
+    names = {str(path.relative_to(root)) for path in folder.glob(".*arriving*") if path.is_dir()}
+    needed = {("train", KEY)}
+    assert not names & set(listed(root, Needs(needed, coming={("train", KEY, None)})))
+    assert names <= set(listed(root, Needs(needed)))
+    items = [item for item in in_workdir(root, Needs(needed), OWN) if str(item.path.relative_to(root)) in names]
+    taken = lease.acquire([folder / "lease.json"], lease.new_record("training", KEY, "demo"))
+    assert [path for path, _ in remove(items)[1]] == [item.path for item in items], "it is being taken in"
+    taken.release()
+    remove(items)
+    assert not list(folder.glob(".*arriving*"))
+    assert (folder / "step_2/drafter/model.safetensors").exists()

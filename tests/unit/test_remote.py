@@ -114,6 +114,16 @@ def test_where_a_training_lives_is_noted_before_its_host_is_asked_unless_it_was_
     assert read_home(tmp_path) == Home(place="a")
 
 
+def test_several_steps_that_do_not_reach_the_host_all_say_so(tmp_path: Path) -> None:
+    def ask() -> None:
+        with remote._at_home(training_on(tmp_path, "a")):
+            home_path(tmp_path).unlink()  # by another step, which did not reach it either
+            raise Unreachable("no route")
+
+    with pytest.raises(Unreachable, match="no route"):
+        ask()
+
+
 def test_a_training_is_not_asked_for_where_it_does_not_live_or_while_it_moves(tmp_path: Path) -> None:
     Home(place="a").write(home_path(tmp_path))
     with pytest.raises(PermanentError, match=r"was begun on a, and roles\.gpu is b now"):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from plan_store import make_folder, plan_of, stand
 
-from dflash import remote, there
+from dflash import moves, remote, there
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.records import OutputFile, Receipt
 from dflash.base.store import read_params, receipt_path, shipped_directory
+from dflash.evaluate import trial
 from dflash.plan.graph import Node, Plan
+from dflash.plan.places import Moving
 from dflash.runner import Job
-from dflash.train import moving, schedule
+from dflash.train import moving, rehearse, schedule
 
 
 @pytest.fixture
@@ -135,3 +139,36 @@ def test_the_inputs_that_count_are_those_that_the_job_reads(plan: Plan) -> None:
     standing = there._input_digests(job_of(plan, "train", 2))
     assert set(standing) == {"dataset", "buckets"}
     assert "dataset" not in there._input_digests(job_of(plan, "train", 2, shipped=["dataset"]))
+
+
+@pytest.mark.parametrize("part", ["train", "evaluate", "clear"])
+def test_every_part_of_a_rehearsal_takes_away_what_killed_ones_left_there_and_none_its_own(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    for name in (".rehearsal-killed", ".rehearsal-mine"):
+        (plan.store / name / "drafter").mkdir(parents=True)
+        os.utime(plan.store / name, (1, 1))
+    monkeypatch.setattr(rehearse, "rehearse_training", lambda *_: {})
+    monkeypatch.setattr(trial, "try_drafter", lambda *_: {})
+    there.rehearse_part(plan.store, {"part": part, "scratch": ".rehearsal-mine"})
+    left = [path.name for path in plan.store.glob(".rehearsal-*")]
+    assert left == ([] if part == "clear" else [".rehearsal-mine"])
+
+
+def test_a_training_that_was_carried_here_keeps_others_from_deleting_it_before_any_stage_has_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan
+) -> None:
+    monkeypatch.setattr(moving, "arrive", lambda *_, **__: None)
+    asked: list[dict[str, Any]] = []
+
+    def ask(
+        _host: object, _role: str, request: dict[str, Any], _files: object
+    ) -> tuple[dict[str, Any], dict[str, bytes]]:
+        asked.append(request)
+        return {"error": None}, {}
+
+    monkeypatch.setattr(moves, "ask", ask)
+    monkeypatch.setattr(moves, "_host", lambda *_: SimpleNamespace(id="b"))
+    moves._Move(plan, node(plan, "train"))._arrive(Moving(to="b", token="t", root="r" * 64))
+    there.do_arrive(tmp_path, asked[0])
+    assert [path.read_text().strip() for path in (tmp_path / there.ASKERS).iterdir()] == [remote.asker(plan.store)]

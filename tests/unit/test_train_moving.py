@@ -17,6 +17,7 @@ from dflash.base.records import Receipt, StopMarker, last_attempts, now
 from dflash.base.store import read_params
 from dflash.hosts import lease
 from dflash.hosts.host import LocalHost
+from dflash.plan.sweep import ARRIVING
 from dflash.ship.ship import ship
 from dflash.train import launch, moving, schedule
 
@@ -61,7 +62,7 @@ def leave(
 
 def send(source: Training, destination: Training, listed: Any) -> None:
     here = LocalHost()
-    ship(here, source.directory / moving.LEAVING, here, destination.directory / moving.ARRIVING, known=listed, wait=1.0)
+    ship(here, source.directory / moving.LEAVING, here, destination.directory / ARRIVING, known=listed, wait=1.0)
 
 
 def arrive(training: Training, root: str, token: str = "one") -> None:
@@ -223,6 +224,11 @@ def test_the_checkpoint_that_a_training_was_continued_from_goes_along(old: Train
     shutil.rmtree(parent)
     carry(child, elsewhere, receipted=[])
     assert sorted(path.name for path in (parent / "step_4").iterdir()) == ["drafter", "manifest.json"]
+    damage(parent / "step_4/drafter/model.safetensors")
+    carry(elsewhere, child, token="back", receipted=[])
+    carry(child, elsewhere, token="again", receipted=[])
+    assert moving._is_whole(parent, 4, state=False)
+    assert not list(parent.glob("replaced-*")), "what was replaced of the parent goes too"
     elsewhere.run(4, attempt=2)
     child.directory.joinpath("moved.json").unlink()
     child.run(4, attempt=2)
