@@ -35,8 +35,8 @@ from dflash.model.masks import block_mask, document_positions, sparse_block_mask
 from dflash.model.taps import check_taps
 
 ATTENTIONS = ("sdpa", "flex")
-TILE_GRAPHS = 64
-"""Graphs of flex attention at most; one more is an error."""
+GRAPHS = 64
+"""Graphs of flex attention, or of a fused function, at most; one more is an error."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 TokensToHidden = Callable[[Tensor], Tensor]
@@ -157,9 +157,17 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 @functools.cache
 def fused(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """A pointwise function as one kernel, for any length; one graph a rank and type of its arguments."""
+    """A pointwise function as one kernel, for any length; one graph a rank and type of its arguments, and for sizes of one."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
-    return compiled
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        import torch._dynamo as dynamo  # a second to import, which only this needs
+
+        with dynamo.config.patch(recompile_limit=GRAPHS):  # torch's own, eight, would end a training at its ninth
+            return compiled(*arguments)
+
+    return call
 
 
 class RMSNorm(nn.Module):
@@ -215,7 +223,7 @@ def compiled_tiles(
     """
     import torch._dynamo as dynamo  # a second to import, which only this needs
 
-    with dynamo.config.patch(recompile_limit=TILE_GRAPHS, fail_on_recompile_limit_hit=True):
+    with dynamo.config.patch(recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True):
         mixed: Tensor = _compiled_flex(backend)(query, keys, values, block_mask=mask, enable_gqa=True)
     return mixed
 

@@ -116,7 +116,7 @@ class Mark:
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
         if self.event is not None:
-            self.event.record()
+            self.event.record(torch.cuda.current_stream(device))  # whichever device is the current one
         self.clock = time.perf_counter()
 
     def until(self, later: Mark) -> float:
