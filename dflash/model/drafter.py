@@ -35,6 +35,8 @@ from dflash.model.masks import block_mask, document_positions, sparse_block_mask
 from dflash.model.taps import check_taps
 
 ATTENTIONS = ("sdpa", "flex")
+GRAPHS = 64
+"""Graphs of flex attention, or of a fused function, at most; one more is an error."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 TokensToHidden = Callable[[Tensor], Tensor]
@@ -155,9 +157,17 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 @functools.cache
 def fused(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """A pointwise function as one kernel, for any length; one graph a rank and type of its arguments."""
+    """A pointwise function as one kernel, for any length; one graph a rank and type of its arguments, and for sizes of one."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
-    return compiled
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        import torch._dynamo as dynamo  # a second to import, which only this needs
+
+        with dynamo.config.patch(recompile_limit=GRAPHS):  # torch's own, eight, would end a training at its ninth
+            return compiled(*arguments)
+
+    return call
 
 
 class RMSNorm(nn.Module):
@@ -200,16 +210,31 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @functools.cache
-def _compiled_flex() -> Any:
-    return torch.compile(flex_attention)
+def _compiled_flex(backend: str) -> Any:
+    return torch.compile(flex_attention, fullgraph=True, backend=backend)
+
+
+def compiled_tiles(
+    query: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, *, backend: str = "inductor"
+) -> Tensor:
+    """Flex attention, compiled: a few dozen graphs at most, for windows and for counts of one (row, anchor, tile), none a length.
+
+    Torch's own limit of eight would be reached, and from there on it would compute every pair in silence.
+    """
+    import torch._dynamo as dynamo  # a second to import, which only this needs
+
+    with dynamo.config.patch(recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True):
+        mixed: Tensor = _compiled_flex(backend)(query, keys, values, block_mask=mask, enable_gqa=True)
+    return mixed
 
 
 def attend_in_tiles(query: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
     """Flex attention, [b, heads, T, d] over fewer key heads. Compiled on a GPU. Where torch has no backward of it, on a CPU, the
     tiles' own rule is written out as a whole mask."""
+    if query.is_cuda and not torch.compiler.is_compiling():
+        return compiled_tiles(query, keys, values, mask)
     if query.is_cuda or not torch.is_grad_enabled():
-        flex = _compiled_flex() if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
-        mixed: Tensor = flex(query, keys, values, block_mask=mask, enable_gqa=True)
+        mixed: Tensor = flex_attention(query, keys, values, block_mask=mask, enable_gqa=True)
         return mixed
     batch, _, queries, length = mask.shape
     whole = create_mask(mask.mask_mod, batch, 1, queries, length, device=str(query.device))

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from dflash.base.errors import ConfigError, PermanentError
+from dflash.model.transfer import on_device
 
 # Our name for a function -> its name in transformers' qwen3_5 modelling module (5.16 and later).
 FUNCTIONS = {
@@ -267,8 +268,8 @@ def packing_arguments(lengths: Sequence[int], device: torch.device) -> dict[str,
     ends = torch.tensor([0, *lengths]).cumsum(0)
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(list(lengths)))
     return {
-        "cu_seq_lens_q": ends.to(device),
-        "seq_idx": documents[None].to(device=device, dtype=torch.int32),
+        "cu_seq_lens_q": on_device(ends, device),
+        "seq_idx": on_device(documents[None].int(), device),
         "document_lengths": tuple(lengths),
     }
 

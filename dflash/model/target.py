@@ -63,6 +63,7 @@ from dflash.model.kernels import (
 )
 from dflash.model.sharding import Devices, spread
 from dflash.model.taps import check_taps
+from dflash.model.transfer import on_device
 
 MODEL_TYPES = ("qwen3", "qwen3_5", "qwen3_5_text")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -172,13 +173,14 @@ class Target:
             attention_mask = None
         if attention_mask is not None and self.kernels.packed:
             return self._packed_features(trunk, input_ids, attention_mask.bool(), taps)
-        masks: Any = None if attention_mask is None else attention_mask.to(input_ids.device)
+        kept = None if attention_mask is None else on_device(attention_mask, input_ids.device)
+        masks: Any = kept
         if masks is None and self.kernels.attention == "sdpa" and self._attends_plainly():
             masks = dict.fromkeys(self.facts.layer_types)  # transformers would look for packed rows, on the device
         with _layer_outputs(trunk.layers, taps) as outputs:
             trunk(input_ids=input_ids, attention_mask=masks, use_cache=False)
         features = self._together([outputs[k] for k in taps])
-        return features if attention_mask is None else features * attention_mask[..., None].to(features)
+        return features if kept is None else features * kept[..., None].to(features)
 
     def _packed_features(self, trunk: Any, input_ids: Tensor, kept: Tensor, taps: Sequence[int]) -> Tensor:
         """`features` of the tokens that are kept ([b, S], no holes) in one row without padding, put back in their places.
@@ -189,8 +191,8 @@ class Target:
         refuse_packing(self.kernels)
         lengths = kept.sum(dim=1).tolist()
         places = kept.flatten().nonzero().flatten()  # where the mask is: on the CPU nothing is waited for
-        positions = (places % input_ids.shape[1])[None].to(input_ids.device)
-        places = places.to(input_ids.device)
+        positions = on_device((places % input_ids.shape[1])[None], input_ids.device)
+        places = on_device(places, input_ids.device)
         with attending_by_document(trunk.config), _layer_outputs(trunk.layers, taps) as outputs:
             trunk(
                 input_ids=input_ids.flatten()[places][None],
@@ -430,7 +432,7 @@ def feature_faults(features: Tensor, counts: Sequence[int], taps: int) -> Tensor
         taps: K.
     """
     length = features.shape[1]
-    kept = torch.arange(length, device=features.device) < torch.tensor(counts).to(features.device)[:, None]
+    kept = torch.arange(length, device=features.device) < on_device(torch.tensor(counts), features.device)[:, None]
     low, high = torch.aminmax(features.unflatten(-1, (taps, -1)), dim=-1)  # [b, S, K]; NaN stays NaN
     finite = (low.isfinite() & high.isfinite()).all(dim=-1).all(dim=-1)
     zero = (((low == 0) & (high == 0)).any(dim=-1) & kept).any(dim=-1)

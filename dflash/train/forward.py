@@ -74,6 +74,11 @@ def aligned(shape: Shape, block_size: int) -> Shape:
     return replace(shape, length=-(-shape.length // ALIGNMENT) * ALIGNMENT, anchors=anchors)
 
 
+def entropy_kernel(params: TrainParams) -> Callable[..., Any]:
+    """What computes the loss of a chunk of logits."""
+    return fused(chunk_entropy, BACKEND) if params.fuse else chunk_entropy
+
+
 class DraftForward:
     """Calls the drafter as the placement says.
 
@@ -87,11 +92,9 @@ class DraftForward:
         self._drafter = drafter
         self._shapes: dict[int, Shape] = {}
         self._compiled: Any = None
-        self.entropy: Callable[..., Any] = chunk_entropy
-        if params.fuse:
-            self.entropy = fused(chunk_entropy, BACKEND)
-            if not params.compile:  # which fuses all of it anyway
-                drafter.fuse(BACKEND)
+        self.entropy = entropy_kernel(params)
+        if params.fuse and not params.compile:  # which fuses all of it anyway
+            drafter.fuse(BACKEND)
         if params.compile:
             self._compiled = torch.compile(drafter, fullgraph=True, dynamic=False, backend=BACKEND)
 

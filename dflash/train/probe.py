@@ -6,8 +6,9 @@ logits of up to 1024 tokens of the vocabulary, the loss and the gradient norm. I
 what of it may move a number, and the kernels that were bound.
 
 Every attempt that goes on from a checkpoint computes it again, the drafter's part from the *recorded* features, so that a fault
-is blamed on the side that has it. On a CPU with the same numerics every bit must be the same; otherwise the relative error must
-stay within `TOLERANCE` (1e-10 in float64, 1e-4 in float32, 2e-2 in bfloat16). Beyond it training stops before its first step,
+is blamed on the side that has it. On a CPU with the same numerics every bit must be the same; otherwise (also where `train.fuse`
+or `train.attention` is another) the relative error must stay within `TOLERANCE` (1e-10 in float64, 1e-4 in float32, 2e-2 in
+bfloat16). Beyond it training stops before its first step,
 unless somebody says why it may go on: then the new values become the probe, the old file stays beside it, and the reason stands
 in the probe, in the attempt and in the lineage of every later checkpoint.
 
@@ -41,6 +42,7 @@ from dflash.model.probe import (
     told_changes,
 )
 from dflash.model.target import Target
+from dflash.train.forward import entropy_kernel
 from dflash.train.objective import labels_and_weights, objective
 from dflash.train.telemetry import alert
 from dflash.train.train_params import TrainParams
@@ -69,8 +71,23 @@ class Subject:
     def drafter_part(self, tokens: Sequence[Sequence[int]], features: Sequence[Tensor]) -> dict[str, Tensor]:
         """What the drafter makes of features: `logits.<i>` [anchors, block size - 1, tokens], `loss`, `gradient_norm`."""
         return drafter_part(
-            self.drafter, tokens, features, self.target.embed, self.target.lm_head, gamma=self.params.gamma
+            self.drafter,
+            tokens,
+            features,
+            self.target.embed,
+            self.target.lm_head,
+            gamma=self.params.gamma,
+            attention=self.params.attention,
+            entropy=entropy_kernel(self.params),
         )
+
+    def numerics(self, environment: Environment) -> dict[str, str]:
+        """What may move a number: of the environment, and the kernels of the drafter where placement asks for others."""
+        found = numerics(environment, self.device)
+        for name in ("attention", "fuse"):
+            if getattr(self.params, name) != TrainParams.model_fields[name].default:
+                found[f"train.{name}"] = str(getattr(self.params, name))
+        return found
 
     def probe(self, environment: Environment, accepted: list[dict[str, Any]]) -> Probe:
         """A new probe."""
@@ -81,7 +98,7 @@ class Subject:
             "taps": self.taps,
             "dtype": self.params.dtype,
             "environment": environment.digest()[:12],
-            "numerics": numerics(environment, self.device),
+            "numerics": self.numerics(environment),
             "kernels": environment.kernels,
             "accepted": accepted,
         }
@@ -96,6 +113,8 @@ def drafter_part(
     lm_head: HiddenToLogits,
     *,
     gamma: float | None,
+    attention: str = "sdpa",
+    entropy: Any = None,
 ) -> dict[str, Tensor]:
     """What a drafter makes of the features of the probe's sequences, and its gradient on them; clears gradients afterwards.
 
@@ -104,6 +123,7 @@ def drafter_part(
         features: [S, K*H] of each sequence, on any device.
         embed, lm_head: the target's.
         gamma: decay of the loss along the block.
+        attention, entropy: as the training computes them.
 
     Returns:
         `logits.<i>` float32 or float64 [anchors, block size - 1, up to 1024 tokens]; `loss`, `gradient_norm` float64 scalars.
@@ -119,12 +139,12 @@ def drafter_part(
         ids = torch.tensor([list(sequence)], device=device)
         anchors = torch.tensor([sorted({len(sequence) * part // 4 for part in (1, 2, 3)})], device=device)
         # A copy, since what was read from a file lies at any address, and sums on a CPU depend on how numbers are aligned.
-        hidden = drafter(known[None].to(device, copy=True), ids, anchors, embed)
+        hidden = drafter(known[None].to(device, copy=True), ids, anchors, embed, attention=attention)
         with torch.no_grad():
             found[f"logits.{number}"] = lm_head(hidden[0, :, 1:])[..., kept].to(kind).cpu()
         mask = torch.ones_like(ids, dtype=kind)
         labels, weights = labels_and_weights(ids, mask, anchors, drafter.config.block_size, gamma=gamma)
-        sums = objective(hidden, labels, weights, lm_head)
+        sums = objective(hidden, labels, weights, lm_head, entropy=entropy)
         sums.loss_sum.backward()
         total += sums.loss_sum.detach().double().cpu()
         weight += sums.weight_sum.double().cpu()
@@ -165,7 +185,7 @@ def attend(
         return []
     recorded = Probe.read(path)
     accepted: list[dict[str, Any]] = list(recorded.facts.get("accepted", []))
-    changed = changed_fields(recorded.facts["numerics"], numerics(environment, subject.device))
+    changed = changed_fields(recorded.facts["numerics"], subject.numerics(environment))
     exact = not changed and subject.device == "cpu"
     drift = largest_drift(recorded, _again(subject, recorded), 0.0 if exact else TOLERANCE[subject.params.dtype])
     told = told_changes(changed) or "nothing that is recorded"

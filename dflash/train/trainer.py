@@ -42,6 +42,7 @@ from dflash.data.buckets_params import BucketsParams
 from dflash.hosts import lease
 from dflash.model.drafter import Drafter, DrafterConfig
 from dflash.model.target import Target, check_feature_shape, feature_faults, refuse_faults
+from dflash.model.transfer import on_device
 from dflash.train import checkpoint, preflight, probe, schedule, trackers
 from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
@@ -116,7 +117,7 @@ class Mark:
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
         if self.event is not None:
-            self.event.record()
+            self.event.record(torch.cuda.current_stream(device))  # whichever device is the current one
         self.clock = time.perf_counter()
 
     def until(self, later: Mark) -> float:
@@ -136,13 +137,6 @@ class Unread:
     slots: int
     rows: int
     marks: tuple[Mark, Mark, Mark]
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device; to a GPU from pinned memory, so that the host need not wait for what runs there."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 @dataclass

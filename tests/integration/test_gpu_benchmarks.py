@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dflash.model.drafter import root_mean_square
 from dflash.plan.code import source_root
 
 GPU = source_root() / "tests/bench/gpu"
@@ -49,6 +50,16 @@ def test_a_drafter_step_is_told_for_every_placement_with_and_without_packing() -
     }  # fmt: skip
     mean = found["drafter step, mean"]
     assert all(is_spread(mean[name]) for name in ("plain", "plain, all anchors", "chunked"))
+
+
+def test_a_fused_contender_leaves_the_kernels_of_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(GPU))
+    import drafter_step
+
+    setting = drafter_step.Setting.make(True, "cpu", 16)
+    shared = setting.drafter()
+    drafter_step.ours(setting, shared, {"fuse": True}, drafter_step.plan_of([40, 23], 64), 16)
+    assert shared.norm.run is root_mean_square
 
 
 def test_both_roles_in_turn_are_measured_against_each_alone_and_looked_into() -> None:

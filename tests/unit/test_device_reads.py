@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,27 @@ sys.path.insert(0, str(source_root() / "tests/bench/gpu"))
 from shapes import SHAPES_27B, SMALL, SMALL_DRAFTER, drafter_27b
 
 torch.set_num_threads(1)
+
+
+WAITED: list[tuple[int, ...]] = []
+"""Shapes that were copied to the device as a GPU would make the host wait for it, since models were placed."""
+
+
+@pytest.fixture(autouse=True)
+def blocking_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test here leaves one."""
+    WAITED.clear()
+    whole = Tensor.to
+
+    def to(tensor: Tensor, *where: Any, **how: Any) -> Tensor:
+        moved = whole(tensor, *where, **how)
+        if (tensor.device.type, moved.device.type) == ("cpu", "meta") and not how.get("non_blocking"):
+            WAITED.append(tuple(tensor.shape))
+        return moved
+
+    monkeypatch.setattr(Tensor, "to", to)
+    yield
+    assert WAITED == []
 
 
 class Samples:
@@ -71,7 +93,9 @@ def learner(shape: dict[str, Any], drafter: dict[str, Any], monkeypatch: pytest.
     monkeypatch.setattr("dflash.model.drafter.Drafter.draw_weights", lambda self, seed, std=0.02: None)
     dtype = torch.bfloat16 if params.dtype == "bfloat16" else torch.float32
     with torch.device("meta"):
-        return Learner(params, MetaTarget(target, config.feature_size, dtype), config, "meta")  # type: ignore[arg-type]
+        made = Learner(params, MetaTarget(target, config.feature_size, dtype), config, "meta")  # type: ignore[arg-type]
+    WAITED.clear()
+    return made
 
 
 def batch_of(samples: Samples) -> Batch:
@@ -97,7 +121,9 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("placed", [{}, {"anchor_chunk": 4}, {"activation_checkpointing": True}, {"logit_chunk": 7}])
+@pytest.mark.parametrize(
+    "placed", [{}, {"anchor_chunk": 4}, {"activation_checkpointing": True}, {"logit_chunk": 7}, {"attention": "flex"}]
+)
 def test_a_step_reads_nothing_from_the_device(placed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made = learner(SMALL, SMALL_DRAFTER, monkeypatch, max_anchors=12, **placed)
     samples, sums = Samples([30, 17, 24]), StepSums()
@@ -149,6 +175,7 @@ def on_meta(kind: str) -> Target:
     target = load_target(SPECS[kind])
     target.model.to("meta")
     target.device = torch.device("meta")
+    WAITED.clear()
     return target
 
 

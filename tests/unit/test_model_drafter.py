@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from model_samples import FULL, SLIDING, drafter_config
 from torch import Tensor, nn
 
 from dflash.base.errors import ConfigError, PermanentError
-from dflash.model.drafter import ATTENTIONS, Drafter, DrafterConfig, draft_all, draft_chunks, parameter_count
-from dflash.model.masks import block_mask, context_mask, document_positions, own_block_mask
+from dflash.model.drafter import (
+    ATTENTIONS,
+    Drafter,
+    DrafterConfig,
+    compiled_tiles,
+    draft_all,
+    draft_chunks,
+    parameter_count,
+)
+from dflash.model.masks import block_mask, context_mask, document_positions, own_block_mask, sparse_block_mask
 from dflash.model.taps import default_taps
 
 LENGTH, BLOCK = 20, 4
@@ -351,3 +360,33 @@ def test_flex_attention_gives_what_the_whole_mask_gives(
         found[attention] = [hidden[valid].detach(), *(weight.grad for weight in drafter.parameters())]
     for ours, theirs in zip(*found.values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+def test_compiled_tiles_never_fall_back_to_every_pair(recwarn: pytest.WarningsRecorder) -> None:
+    """Traced as the compiler would trace them: batches of one row and of several, one anchor, one tile, windows and none."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    draw = torch.Generator().manual_seed(1)
+    for rows, length, count in [
+        (3, 150, 40),
+        (2, 200, 50),
+        (1, 160, 35),
+        (5, 64, 8),
+        (3, 77, 1),
+        (1, 40, 3),
+        (1, 190, 1),
+    ]:
+        anchors = torch.randint(1, length - 1, (rows, count), generator=draw)
+        positions = torch.arange(length).expand(rows, -1)
+        keys = torch.randn(rows, 2, length + count * BLOCK, 16, generator=draw)
+        query = torch.randn(rows, 4, count * BLOCK, 16, generator=draw)
+        for window in (None, 30):
+            mask = sparse_block_mask(anchors, positions, BLOCK, window=window)
+            whole = block_mask(anchors, positions, BLOCK, window=window)[:, None]
+            with torch.no_grad():
+                found = compiled_tiles(query, keys, keys, mask, backend="eager")
+            wanted = nn.functional.scaled_dot_product_attention(query, keys, keys, attn_mask=whole, enable_gqa=True)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 8 < graphs <= 40, "more than torch compiles by itself, and not one a length"
+    assert not [warning for warning in recwarn if "without torch.compile" in str(warning.message)]

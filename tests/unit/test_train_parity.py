@@ -97,6 +97,8 @@ def test_activations_computed_again_are_the_same_bits(whole: Training, training:
 def test_compiled_ranks_make_a_graph_a_bucket_and_teach_the_same(whole: Training, training: Training) -> None:
     def quick() -> None:
         forward.BACKEND = "eager"
+        torch._dynamo.reset()  # a fork has what this process compiled before
+        torch._dynamo.utils.counters.clear()
         real = drafter_rank.DrafterRank.outputs
 
         def outputs(self: Any) -> Any:

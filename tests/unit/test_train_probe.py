@@ -13,11 +13,12 @@ from train_store import TINY, Training, again, identity, make_training, put_rece
 from dflash.base.environment import collect, store_environment
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.records import CheckpointManifest, Environment, Receipt
+from dflash.model import drafter
 from dflash.model import probe as common
 from dflash.model.identity import target_source
 from dflash.model.probe import ACROSS_KERNELS, TOLERANCE, Probe, kernel_gap, largest_drift, probe_features, probe_tokens
 from dflash.model.target import Target, load_target
-from dflash.train import prepare, trainer
+from dflash.train import forward, prepare, trainer
 from dflash.train.probe import drafter_part
 
 torch.set_num_threads(1)
@@ -132,6 +133,39 @@ def test_another_machine_within_the_tolerance_goes_on_and_says_what_has_changed(
     nudge_target(monkeypatch, 1e-6)
     training.run(2, attempt=2)
     assert f"torch.cuda {torch.version.cuda} -> 99.9" in capsys.readouterr().err
+
+
+def test_other_kernels_of_the_drafter_are_placement_so_a_resume_goes_on_and_says_so(
+    training: Training, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fused kernels add up in another order, so even a CPU gives other bits; a fault is still a fault."""
+
+    def rounding(by: float) -> Any:
+        return lambda function, _backend: lambda *arguments: function(*arguments) * (1 + by)
+
+    monkeypatch.setattr(forward, "fused", lambda function, _backend: function)
+    monkeypatch.setattr(drafter, "fused", rounding(1e-6))
+    training.run(2, attempt=2, fuse=True)
+    assert "train.fuse absent -> True" in capsys.readouterr().err
+    monkeypatch.setattr(drafter, "fused", rounding(1e-2))
+    with pytest.raises(PermanentError, match=r"(logits\.\d|gradient norm|loss) is off by .*1\.0e-04 is allowed"):
+        training.run(3, attempt=3, fuse=True)
+
+
+def test_the_drafter_is_probed_with_the_kernels_it_trains_with(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = drafter.attend_in_tiles
+    monkeypatch.setattr(drafter, "attend_in_tiles", lambda *arguments: 2 * real(*arguments))
+    with pytest.raises(PermanentError, match=r"is off by .*train\.attention absent -> flex"):
+        training.run(2, attempt=2, attention="flex")
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        forward, "fused", lambda function, _backend: lambda *chunk: (7 * function(*chunk)[0], *function(*chunk)[1:])
+    )
+    monkeypatch.setattr(drafter, "fused", lambda function, _backend: function)
+    with pytest.raises(PermanentError, match=r"loss is off by .*train\.fuse absent -> True"):
+        training.run(2, attempt=2, fuse=True)
 
 
 def test_another_machine_beyond_the_tolerance_is_named_and_refused(

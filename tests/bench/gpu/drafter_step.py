@@ -20,6 +20,7 @@ on an H200.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,8 @@ def our_loss(setting: Setting, draft: DraftForward, inputs: Any, batch: Batch, a
 def ours(setting: Setting, drafter: Drafter, placed: dict[str, Any], plan: BatchPlan, a_batch: int | None) -> Work:
     """Steps of a batch each. a_batch: anchors of a whole batch; None for `max_anchors` a sequence."""
     params = setting.params.model_copy(update=placed)
+    # The same weights under modules of its own: fused kernels would stay in those that others run.
+    drafter = copy.deepcopy(drafter, {id(weight): weight for weight in drafter.parameters()})
     draft = DraftForward(params, drafter)
     draft.fix_shapes(plan)
 

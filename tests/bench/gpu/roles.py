@@ -18,10 +18,11 @@ from dflash.base.store import load_inputs, read_params
 from dflash.data.batches import Batch, BatchPlan, Samples, collate, load_train_samples
 from dflash.model.drafter import DrafterConfig
 from dflash.model.target import Target
+from dflash.model.transfer import on_device
 from dflash.train.prepare import drafter_config, load_checked_target, load_target_ends
 from dflash.train.stream import token_digest
 from dflash.train.train_params import TrainParams
-from dflash.train.trainer import DTYPES, Learner, StepSums, batch_plan, on_device, prepare_process
+from dflash.train.trainer import DTYPES, Learner, StepSums, batch_plan, prepare_process
 
 
 @dataclass

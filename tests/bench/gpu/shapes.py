@@ -76,7 +76,7 @@ SMALL_DRAFTER: dict[str, Any] = {
     "target_layer_ids": [1, 2],
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 16,
-    "head_dim": 8,
+    "head_dim": 16,  # the least that flex attention takes on a GPU
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 48,
