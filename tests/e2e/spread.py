@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -94,3 +95,14 @@ def copy_spread(finished: Spread, parent: Path) -> Spread:
     space = Spread(folder, finished.cache, config=config, servers=finished.servers)
     space.write_hosts()
     return space
+
+
+def connections(space: Spread) -> int:
+    """How often somebody has logged in at `trainbox`."""
+    return space.servers["trainbox"].log.read_text().count("Accepted publickey")
+
+
+def names(text: str, space: Spread, host: str) -> list[str]:
+    """What of a host's workdir is listed, with keys left out."""
+    found = re.findall(rf"{host}:{re.escape(str(space.workdir(host)))}/(\S+)", text)
+    return sorted(re.sub(r"[0-9a-f]{12,}", "*", name) for name in found)
