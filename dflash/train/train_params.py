@@ -146,6 +146,10 @@ class TrainParams(Params):
                 )
             if self.mask_token_id in (*self.target.eos_token_ids, self.target.pad_token_id):
                 raise ValueError(f"mask_token_id {self.mask_token_id} is the target's end or padding token")
+        if self.compile and self.attention == "flex" and self.anchor_chunk is not None:
+            raise ValueError(
+                "compile cannot take flex attention in chunks of anchors: leave anchor_chunk out, or set fuse instead of compile"
+            )
         if self.stop_at is not None and self.stop_at > self.schedule_steps:
             raise ValueError(
                 f"stop_at {self.stop_at} is beyond schedule_steps {self.schedule_steps}; "

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+from pydantic import ValidationError
 from train_store import Training, again, make_samples, make_training
 
 from dflash.base.errors import PermanentError
@@ -178,6 +179,13 @@ def test_a_drafter_that_cannot_be_compiled_whole_is_an_error_and_no_fallback(
     other = again(plain, tmp_path)
     with pytest.raises(PermanentError, match="cannot be compiled"):
         other.run(1, compile=True)
+
+
+def test_what_cannot_be_compiled_whole_is_refused_before_anything_is_loaded(plain: Training) -> None:
+    flex = {"compile": True, "attention": "flex"}
+    assert plain.params(**flex).anchor_chunk is None
+    with pytest.raises(ValidationError, match="set fuse instead of compile"):
+        plain.params(**flex, anchor_chunk=2)
 
 
 def test_a_batch_without_an_anchor_has_the_shape_of_the_others(tmp_path: Path, quick_compiler: Any) -> None:
