@@ -55,6 +55,15 @@ def processes(training: Training, number: int) -> dict[str, int]:
     return {"launcher": found.launcher_pid, **ranks}
 
 
+def states(alive: dict[str, int]) -> dict[str, str]:
+    """What became of processes: gone, or the state that the kernel tells (D waits for a disk, and cannot even be killed)."""
+    found = {}
+    for name, pid in alive.items():
+        with contextlib.suppress(OSError):
+            found[name] = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    return {name: found.get(name, "gone") for name in alive}
+
+
 def verify_all(training: Training) -> int:
     """Every folder that looks like a checkpoint is one, byte by byte; returns how many there are."""
     steps = schedule.existing_steps(training.directory)
@@ -93,9 +102,13 @@ def test_random_kills_leave_nothing_that_loads_wrongly_and_no_batch_twice_or_nev
             time.sleep(draw.uniform(0.0, 1.5))
             victim = draw.choice(sorted(processes(training, number)))
             reached = schedule.passed(training.directory)
-            os.kill(processes(training, number)[victim], signal.SIGKILL)
+            alive = processes(training, number)
+            os.kill(alive[victim], signal.SIGKILL)
             killed = time.monotonic()
-            wait_until(lambda: training.holder() is None, 30)
+            try:
+                wait_until(lambda: training.holder() is None, 30)
+            except AssertionError:
+                pytest.fail(f"kill {number} of {victim}: 30 s later the lease is held by {states(alive)}")
             print(
                 f"kill {number}: {victim} at step {reached}; the job ended {time.monotonic() - killed:.1f} s later, "
                 f"{verify_all(training)} checkpoints are whole",
