@@ -361,9 +361,13 @@ def reproduce(
     folder = Path(tempfile.mkdtemp(prefix="dflash-reproduce-"))
     try:
         verdict = repeat(manifest, folder, steps=steps, tolerance=tolerance)
+    except BaseException:
+        if not check and (folder / "results").exists():
+            print(f"kept in {folder}", file=sys.stderr)
+        raise
     finally:
         end_trainers(folder / "results")
-        if check:
+        if check or not (folder / "results").exists():  # without results nothing was made
             shutil.rmtree(folder, ignore_errors=True)
     print("\n".join(verdict.lines))
     if not check:
@@ -529,7 +533,7 @@ def main() -> None:
     if "stage" not in sys.argv[1:2]:  # the log of a stage keeps its traceback
         sys.excepthook = _unexpected
     try:
-        app()
+        typer.main.get_command(app)()  # `app()` would put a hook of its own over ours
     except KeyboardInterrupt:
         sys.exit(130)
     except DflashError as error:

@@ -454,10 +454,12 @@ def _evaluate(
 
 
 def _clear(sites: Mapping[str, Site], found: Rehearsal) -> None:
-    """Takes the throwaway folders away; one that cannot be is a problem, not an excuse to leave the others. Another Ctrl-C is
-    not heard meanwhile."""
+    """Takes the throwaway folders away; one that cannot be is a problem, not an excuse to leave the others. Another Ctrl-C
+    or SIGTERM is not heard meanwhile."""
     main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+    # Ctrl-C reaches what we start too, so that inherits its being ignored; SIGTERM is for us alone.
+    unheard: dict[signal.Signals, Any] = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: lambda *_: None}
+    before = {number: signal.signal(number, do) for number, do in unheard.items()} if main else {}
     try:
         for site in sites.values():
             if not site.used and site.place != LOCAL:
@@ -468,8 +470,8 @@ def _clear(sites: Mapping[str, Site], found: Rehearsal) -> None:
             if part.state == FAILED:
                 found.parts.append(part)
     finally:
-        if main:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------- disk

@@ -95,8 +95,8 @@ def lines(name: str, questions: Iterable[str], instruction: str | None = None) -
 
 
 def check_labels(path: Path) -> None:
-    """Refuses a file in which two lines have the same `id`, or where `id` or `tags` are not text. The rest of a line is checked
-    where prompts are read.
+    """Refuses a file in which two lines have the same `id`, or where `id` or `tags` are not text, or a tag is empty. The rest of
+    a line is checked where prompts are read.
 
     Raises:
         ConfigError: names `FILE:LINE` and the value.
@@ -108,10 +108,14 @@ def check_labels(path: Path) -> None:
             identity, tags, where = line.get("id"), line.get("tags", []), f"{path}:{number}"
             if not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
                 raise ConfigError(f"`tags` is {json.dumps(tags)}, not a list of texts", where=where)
+            if not all(tag.strip() for tag in tags):
+                raise ConfigError(f"`tags` is {json.dumps(tags)}: one of them is empty", where=where)
+            _refuse_half_characters("tags", tags, where)
             if identity is None:
                 continue
             if not isinstance(identity, str):
                 raise ConfigError(f"`id` is {json.dumps(identity)}, not text", where=where)
+            _refuse_half_characters("id", [identity], where)
             if identity in first:
                 raise ConfigError(
                     f"`id: {identity}` stands in line {first[identity]} too",
@@ -119,6 +123,19 @@ def check_labels(path: Path) -> None:
                     remedy="Give each prompt its own.",
                 )
             first[identity] = number
+
+
+def _refuse_half_characters(field: str, texts: Iterable[str], where: str) -> None:
+    """Refuses what JSON may hold and no file of UTF-8 may, before hours of work end where it is written."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"`{field}` holds half a surrogate pair: {json.dumps(text)}",
+                where=where,
+                remedy="Repair the \\u escapes.",
+            ) from error
 
 
 def tags_by_line(path: Path) -> dict[int, list[str]]:

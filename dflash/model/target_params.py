@@ -17,7 +17,7 @@ Kernels = Literal["torch", "fla", "torch_recurrent"]
 Dtype = Literal["float32", "bfloat16", "float64"]
 
 
-DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
 
 
 def _fit_together(devices: list[str]) -> list[str]:

@@ -98,11 +98,26 @@ def build_config(source: Source, files: list[str], cache: DigestCache) -> Config
             )
     results = Path(str(source.values.get("results", "results")))
     _check_writable(results, source.origin("results") or ", ".join(files))
-    hosts = source.values.get("hosts")
-    inventory = load_inventory(Path(str(hosts)) if hosts is not None else None)
+    inventory = _inventory(source)
     runs = tuple(_run_config(name, part, cache) for name, part in _split_runs(source, files))
     cache.save()
     return Config(runs, results, inventory, tuple(files))
+
+
+def _inventory(source: Source) -> Inventory:
+    hosts = source.values.get("hosts")
+    if hosts is None:
+        return load_inventory(None)
+    where = source.origin("hosts")
+    if not isinstance(hosts, str):
+        raise ConfigError(f"`hosts: {_short(hosts)}` is not a path", where=where)
+    if not Path(hosts).is_file():
+        raise ConfigError(
+            f"`hosts: {hosts}`: there is no such file",
+            where=where,
+            remedy=f"Paths are relative to the working directory ({Path.cwd()}).",
+        )
+    return load_inventory(Path(hosts))
 
 
 def _check_writable(results: Path, where: str) -> None:

@@ -41,7 +41,7 @@ def kept_path(results: Path, digest: str) -> Path:
 
 
 def keep_code(results: Path, root: Path | None = None) -> str:
-    """Keeps the code that runs, once, and returns its digest.
+    """Keeps the code that runs, once, and returns its digest. What is kept of it already and damaged is written anew.
 
     Raises:
         PermanentError: it cannot be written.
@@ -49,9 +49,16 @@ def keep_code(results: Path, root: Path | None = None) -> str:
     files = code_files(root or source_root())
     digest = digest_of(files)
     path = kept_path(results, digest)
-    if not path.exists():
+    if not _whole(results, digest):
         write_atomically(path, gzip.compress(archive(files), mtime=0))
     return digest
+
+
+def _whole(results: Path, digest: str) -> bool:
+    try:
+        return kept_code(results, digest) is not None
+    except CorruptError:
+        return False
 
 
 def kept_code(results: Path, digest: str) -> dict[str, bytes] | None:
@@ -65,7 +72,7 @@ def kept_code(results: Path, digest: str) -> dict[str, bytes] | None:
         return None
     files = {}
     try:
-        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(path.read_bytes()))) as tar:
+        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(path.read_bytes())), mode="r:") as tar:
             for entry in tar:
                 stream = tar.extractfile(entry)
                 if stream is not None:

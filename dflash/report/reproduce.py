@@ -603,7 +603,7 @@ def parse_steps(text: str) -> tuple[int, int]:
         ConfigError: it is not two numbers.
     """
     first, colon, last = text.partition(":")
-    if not colon or not last.isdigit() or (first and not first.isdigit()):
+    if not colon or not last.isdecimal() or (first and not first.isdecimal()):
         raise ConfigError(f"`--steps {text}` is not A:B", remedy="Say --steps 100:150, or :50 from scratch.")
     return int(first or 0), int(last)
 

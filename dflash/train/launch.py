@@ -105,11 +105,12 @@ def ensure_alive(
     """
     wanted = set(steps)
     missing = {step for step in wanted if not schedule.exists(directory, step)}
-    if missing:
+    ahead = {step for step in missing if step > schedule.passed(directory)}
+    if ahead:  # what was trained elsewhere, before it was carried here, is not for this place to make
         refuse_stopped(directory)
+    if missing:
         refuse_moved(directory)
     schedule.merge_steps(directory, wanted)
-    ahead = {step for step in missing if step > schedule.passed(directory)}
     if not ahead or _at_work(directory):
         return
     _refuse_known_failure(directory, invocation_id(invocation))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,8 @@ PASSES = 2
 REQUESTS = 2
 """Prompts that are handed on to be answered in the rehearsed evaluation: the shortest."""
 POLL = 0.1
+RAISED = re.compile(r"[A-Za-z_][\w.]*: \S|[A-Za-z_][\w.]*(Error|Exception)$")
+"""The line of a traceback that names what was raised: it stands at the margin."""
 CLEAR_TIMEOUT = 30.0
 KINDS: dict[str, type[DflashError]] = {"config": ConfigError, "corrupt": CorruptError, "transient": TransientError}
 
@@ -254,7 +257,7 @@ def end(launcher: subprocess.Popen[bytes]) -> None:
 
 def cause(directory: Path, status: int) -> DflashError:
     """Why a launcher has ended with a status other than 0, in the words of whoever knows best."""
-    log = launch.log_tail(directory, 1)
+    log = last_words(launch.log_tail(directory, 100))
     if status == launch.DEVICE_HELD:
         return PermanentError(log)
     path = directory / "failure.json"
@@ -268,6 +271,15 @@ def cause(directory: Path, status: int) -> DflashError:
     said = attempt.cause if attempt is not None and attempt.cause else f"it ended with {how}; its log ends: {log}"
     remedy = "Was it the kernel, for want of host memory? Lower train.micro_batch, or use fewer ranks on this host."
     return PermanentError(said, remedy=remedy if killed else "")
+
+
+def last_words(log: str) -> str:
+    """Of a log that ends with a traceback the line that says what went wrong, though hints come below it; else the last line
+    that is not blank."""
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    _, found, tail = log.rpartition("Traceback (most recent call last):")
+    causes = [line for line in tail.splitlines() if RAISED.match(line)] if found else []
+    return causes[0].rstrip() if causes else (lines or ["it is empty"])[-1]
 
 
 def read_lines(directory: Path) -> list[MetricsLine]:

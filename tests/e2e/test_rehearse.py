@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,24 @@ def test_an_interrupted_rehearsal_leaves_no_folder_and_no_process(
     assert not [path for path in files(*places(far)) - before if ".rehearsal-" in str(path)]
     mark = str(far.folder.parent).encode()
     wait_until(lambda: not [pid for pid in all_processes() if mark in command(pid)], what="the end of every process")
+
+
+def test_an_impatient_sigterm_does_not_stop_the_clearing_up_of_hosts(far: Spread) -> None:
+    before = files(*places(far))
+    process = far.start("rehearse", "micro")
+    try:
+        store = far.store("trainbox")
+        wait_until(
+            lambda: list(store.glob(".rehearsal-*/train/*/attempts/1.json")), seconds=100, what="the ranks' start"
+        )
+        for _ in range(3):
+            os.kill(process.pid, signal.SIGTERM)
+            time.sleep(0.4)  # it is clearing up: that takes a connection to the host
+        said, _ = process.communicate(timeout=100 * PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode in (143, -signal.SIGTERM), said  # the last one may come when all is done
+    assert not [path for path in files(*places(far)) - before if ".rehearsal-" in str(path)]
 
 
 def command(pid: int) -> bytes:

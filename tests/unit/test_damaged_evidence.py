@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,3 +157,27 @@ def test_two_results_under_one_key_are_never_taken_for_each_other(
     monkeypatch.setattr("dflash.base.records.stage_key", lambda *_: node.key)  # as if sha256 had given both the same
     with pytest.raises(PermanentError, match=f"key collision: another prompts has the key {node.key}"):
         find_damage(plan)
+
+
+def test_what_nobody_foresaw_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    """In a process of its own: typer puts a hook of its own in place when an app is called."""
+    program = "import sys\nfrom dflash import cli\nfrom dflash.report import inspect\ninspect.show = None\ncli.main()\n"
+    made = make_run(tmp_path)
+    for words, lines in (([], 1), (["--debug"], 3)):
+        argv = [sys.executable, "-c", program, *words, "inspect", str(made.manifest_path)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "TypeError" in done.stderr
+        assert ("Traceback" in done.stderr) == bool(words)
+        assert len(done.stderr.splitlines()) >= lines
+
+
+@pytest.mark.parametrize("words", [(), ("--check",)])
+def test_a_reproduction_that_cannot_begin_leaves_no_folder(
+    tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "manifest.json").write_text("{")
+    status, _, said = dflash("reproduce", str(tmp_path / "manifest.json"), *words)
+    assert (status, list((tmp_path / "temporary").iterdir())) == (1, []), said

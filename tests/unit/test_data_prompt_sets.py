@@ -29,7 +29,16 @@ def test_an_id_that_stands_twice_is_named_with_both_lines(tmp_path: Path) -> Non
         check_labels(path)
 
 
-@pytest.mark.parametrize(("labels", "said"), [({"id": 5}, "`id` is 5"), ({"tags": "code"}, '`tags` is "code"')])
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ({"id": 5}, "`id` is 5"),
+        ({"tags": "code"}, '`tags` is "code"'),
+        ({"tags": ["code", " "]}, '`tags` is \\["code", " "\\]: one of them is empty'),
+        ({"tags": ["\ud800"]}, r"`tags` holds half a surrogate pair: \"\\ud800\""),
+        ({"id": "\udc00"}, r"`id` holds half a surrogate pair: \"\\udc00\""),
+    ],
+)
 def test_labels_of_the_wrong_kind_are_named(tmp_path: Path, labels: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_labels(file(tmp_path, {"prompt": "x", **labels}))

@@ -213,6 +213,9 @@ def test_devices_that_make_no_sense_are_refused_with_what_to_do() -> None:
     ("devices", "said"),
     [
         (["gpu:0"], "'gpu:0' is no device"),
+        (["cuda:0", "cuda:00"], "'cuda:00' is no device"),
+        (["cuda:\N{ARABIC-INDIC DIGIT THREE}"], "is no device"),
+        (["cuda:99999999999999999999"], "is no device"),
         (["cpu", "cuda:0"], "of one kind"),
         (["cuda", "cuda:1"], "name each by its number"),
         (["cuda:1", "cuda:1"], "names a GPU twice"),

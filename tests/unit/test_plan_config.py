@@ -112,3 +112,14 @@ def test_spreading_the_target_over_devices_changes_no_key() -> None:
     assert {node.key for node in plain.nodes.values()} == {node.key for node in spread.nodes.values()}
     placed = [node.placement for (stage, _), node in spread.nodes.items() if stage in ("references", "evaluate")]
     assert [placement["target_devices"] for placement in placed] == [["cpu", "cpu"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("nowhere.yaml", "there is no such file"), (".", "there is no such file"), ([1], "is not a path")],
+)
+def test_a_hosts_file_that_is_not_there_is_told_with_the_line_that_names_it(value: object, words: str) -> None:
+    Path("my.yaml").write_text(f"run: a\nhosts: {json.dumps(value)}\n")
+    with pytest.raises(ConfigError, match=rf"`hosts: .*{words}") as caught:
+        load_config([Path("my.yaml")])
+    assert caught.value.where == "my.yaml:2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,18 @@ def test_damaged_and_exchanged_archives_are_named_and_never_taken(checkout: Path
     with pytest.raises(CorruptError, match="cannot be read"):
         kept_code(results, second)
     assert kept_code(results, "0" * 64) is None
+
+
+@pytest.mark.parametrize("content", [b"", gzip.compress(b""), gzip.compress(b"no archive"), b"\x1f\x8b torn"])
+def test_what_is_damaged_is_told_in_one_line_and_kept_anew(checkout: Path, tmp_path: Path, content: bytes) -> None:
+    results = tmp_path / "results"
+    digest = keep_code(results, checkout)
+    kept_path(results, digest).write_bytes(content)
+    with pytest.raises(CorruptError) as caught:
+        kept_code(results, digest)
+    assert "\n" not in caught.value.message()
+    assert keep_code(results, checkout) == digest
+    assert (kept_code(results, digest) or {})["Snakefile"] == b"Snakefile"
 
 
 def test_the_code_of_this_checkout_holds_the_package_the_rules_and_the_lock() -> None:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from dflash.base.environment import collect
-from dflash.base.errors import PermanentError
+from dflash.base.errors import ConfigError, PermanentError
 from dflash.base.records import Artifact, CheckpointManifest, Lineage, OutputFile, StageEntry, TensorFact
-from dflash.report.reproduce import Verdict, compare_stage, placed_config, require_compared
+from dflash.report.reproduce import Verdict, compare_stage, parse_steps, placed_config, require_compared
 
 
 def judged(tmp_path: Path, names: list[str], recorded: Path | None, host: str = "local") -> Verdict:
@@ -109,3 +109,11 @@ def test_weights_that_stayed_elsewhere_are_compared_tensor_by_tensor_with_what_t
     assert far_checkpoint(tmp_path / "same", {"w": ones}).problems == []
     (problem,) = far_checkpoint(tmp_path / "other", {"w": "0" * 64}).problems
     assert "tensors w differ (1 of 1)" in problem
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "a:b", ":", "2:", "-1:2", "\N{SUPERSCRIPT TWO}:4", "2:\N{SUPERSCRIPT TWO}", "1:2:3"]
+)
+def test_a_segment_that_is_not_two_numbers_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not A:B"):
+        parse_steps(text)

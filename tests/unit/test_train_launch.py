@@ -72,6 +72,19 @@ def test_nothing_is_started_when_every_step_exists_or_somebody_is_at_work(traini
     assert starts() == []
 
 
+def test_a_stopped_training_that_was_carried_here_is_reported_without_the_steps_that_stayed_elsewhere(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_manifest(training, 8)
+    schedule.merge_steps(training.directory, [4, 8])  # comes with the training
+    monkeypatch.setattr(schedule, "passed", lambda _: 9)
+    StopMarker(run="demo", by="jo", at=now(), finish=True).write(training.directory / "stop.json")
+    training.ensure_alive(4, 8)  # 4 lies on the host where it was trained
+    assert starts() == []
+    with pytest.raises(PermanentError, match="was stopped by jo"):
+        training.ensure_alive(4, 8, 12)
+
+
 def test_a_step_added_while_the_trainer_is_ending_starts_another(training: Training) -> None:
     record = new_record("training", training.directory.name, "demo")
     held = acquire([schedule.lease_path(training.directory)], record)

@@ -332,3 +332,20 @@ def test_the_rehearsal_is_a_rates_file() -> None:
     found = Rehearsal("demo", "key", [Part("training", "box")], training, steps=1, checkpoints=1)
     rates = Rates.model_validate({**json.loads(as_json(found)), "source": "it"})
     assert rates.drafter == pytest.approx(expect(training_of(), 1, 1).drafter)
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("", "it is empty"),
+        ("one\ntwo\n\n \n", "two"),
+        (
+            'train: 3 steps\nTraceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n'
+            "torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found\n\n"
+            "Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace (please do this especially if you're reporting a bug).\n\n",
+            "torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found",
+        ),
+    ],
+)
+def test_the_cause_is_found_above_the_hints_and_blank_lines_that_follow_it(log: str, said: str) -> None:
+    assert rehearse.last_words(log) == said
