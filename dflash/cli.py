@@ -189,7 +189,9 @@ def _planned(run_name: str, configfile: list[Path] | None) -> tuple[Plan, Planne
     runs = [item for item in made.runs if item.name == run_name]
     if not runs:
         known = ", ".join(item.name for item in made.runs)
-        raise ConfigError(f"no run `{run_name}` in this config", remedy=f"Runs: {known}.")
+        raise ConfigError(
+            f"no run `{run_name}` in this config", remedy=f"Runs: {known}. `--configfile FILE` names another config."
+        )
     return made, runs[0]
 
 

@@ -114,7 +114,7 @@ def _run_locked(plan: Plan, options: RunOptions) -> int:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with owner_lock(plan.config.results, follow=True) as descriptor:
         decide_recompute(plan, options.recompute)
-        _stopped(plan, resume=options.resume)
+        _stopped(plan, options.config_files, resume=options.resume)
         for _ in range(MAX_ROUNDS):
             damages = find_damage(plan, deep=options.deep, there=there, everything=options.deep)
             if damages:
@@ -315,7 +315,7 @@ def _resume_there(plan: Plan, node: Node) -> None:
         ask_home(plan, node, {"do": "resume"})
 
 
-def _stopped(plan: Plan, *, resume: bool) -> None:
+def _stopped(plan: Plan, config_files: Sequence[Path], *, resume: bool) -> None:
     """Refuses to revive a training that somebody stopped, unless asked to."""
     from dflash.train.launch import clear_stop, read_stop, refuse_stopped
 
@@ -329,7 +329,16 @@ def _stopped(plan: Plan, *, resume: bool) -> None:
             clear_stop(node.directory)
             say(f"{node.name} {node.key}: the stop marker is removed, training goes on")
         elif node.missing() and not marker.finish:
-            refuse_stopped(node.directory)
+            try:
+                refuse_stopped(node.directory)
+            except PermanentError as error:
+                config = "".join(f" --configfile {path}" for path in config_files)
+                raise PermanentError(
+                    error.what,
+                    where=error.where,
+                    remedy=f"`dflash run --resume{config}` continues it, "
+                    f"`dflash stop {marker.run} --finish{config}` reports what exists.",
+                ) from error
 
 
 @contextlib.contextmanager

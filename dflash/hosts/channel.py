@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -34,6 +35,8 @@ from dflash.hosts.ssh import (
     denied,
     unknown_key,
 )
+
+logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # what it has to say comes as errors, too
 
 OPEN_TIMEOUT = 15.0
 USER_TIMEOUT = 12.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import queue
 import select
@@ -261,7 +260,6 @@ class ChannelProcess(Beating):
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
-        logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # what it has to say comes as errors, too
         self._channel = channel
 
     def read(self) -> bytes:

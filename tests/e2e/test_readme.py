@@ -18,7 +18,7 @@ EXPECTED = {
     # an example of a decision: nothing waits for one here, and the answer says so
     'dflash adopt train OLD_KEY --why "only a log message changed"': 2,
     # there is no such host here
-    "dflash gc --host gpubox --delete": 2,
+    "dflash gc --host gpu-box --delete": 2,
 }
 """Commands that do not end with 0 when nothing is stale, with the code they end with."""
 

@@ -41,7 +41,9 @@ def test_a_stopped_training_is_refused_before_snakemake_starts_and_resume_lets_i
     monkeypatch.setattr(workflow, "run_snakemake", lambda *_: started.append(True) or 1)
     marker = plan_of().runs[0].nodes["train"].directory / "stop.json"
     StopMarker(run="micro", by="somebody", at="noon").write(marker)
-    with pytest.raises(PermanentError, match="run micro was stopped by somebody at noon"):
+    with pytest.raises(
+        PermanentError, match=r"by somebody at noon.*--resume --configfile config.yaml`.*--finish --configfile"
+    ):
         run(RunOptions([Path("config.yaml")]))
     assert marker.exists()
     assert not started
