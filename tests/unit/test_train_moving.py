@@ -171,6 +171,17 @@ def test_a_damaged_state_is_passed_over_and_a_damaged_drafter_without_a_receipt_
     assert same(new, undisturbed, 6)
 
 
+def test_a_damaged_state_of_a_checkpoint_that_has_a_receipt_is_passed_over_for_the_one_before(
+    old: Training, new: Training, undisturbed: Training
+) -> None:
+    damage(old.directory / "step_4/state/masters.safetensors")
+    carry(old, new)
+    assert schedule.resumable_steps(new.directory) == [3]
+    assert (old.directory / "step_4/drafter").is_dir(), "its drafter is whole and stays where its receipt says"
+    new.run(6, attempt=2)
+    assert same(new, undisturbed, 6)
+
+
 def damage(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
