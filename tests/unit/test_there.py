@@ -133,6 +133,22 @@ def test_a_step_that_stayed_on_an_earlier_host_and_was_lost_there_is_trained_aga
     assert schedule.existing_steps(job.directory) == []
 
 
+def test_a_training_that_is_asked_for_goes_on_from_no_checkpoint_of_other_inputs(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = trained(plan, 2)
+    monkeypatch.setattr(moving, "_fits", lambda *_: False)
+
+    def run(job: Job) -> Receipt:
+        assert schedule.existing_steps(job.directory) == []
+        raise PermanentError("it is trained anew")
+
+    (job.directory / "step_2/manifest.json").write_text("{}")
+    monkeypatch.setattr(there, "run_job", run)
+    with pytest.raises(PermanentError, match="trained anew"):
+        there.do_stage(Path.cwd(), {"stage": "train", "key": job.directory.name, "step": 4, "placement": {}, "run": "demo"})
+
+
 def test_the_inputs_that_count_are_those_that_the_job_reads(plan: Plan) -> None:
     train = node(plan, "train")
     train.params.write(train.directory / "params.json")

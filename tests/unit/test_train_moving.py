@@ -148,6 +148,23 @@ def test_nothing_leaves_while_its_trainer_is_at_work_or_after_somebody_stopped_i
     assert launch.read_moved(old.directory) is None
 
 
+def test_no_trainer_can_begin_while_a_training_leaves_or_arrives(
+    old: Training, new: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    for name, folder in (("_lay_out", old.directory), ("_take_in", new.directory)):
+        real = getattr(moving, name)
+
+        def noted(*arguments: Any, real: Any = real, folder: Path = folder) -> Any:
+            held.append(lease.holder(schedule.lease_path(folder)) is not None)
+            return real(*arguments)
+
+        monkeypatch.setattr(moving, name, noted)
+    carry(old, new)
+    assert held == [True, True]
+    assert not [one for one in (old, new) if lease.holder(schedule.lease_path(one.directory))]
+
+
 def test_a_training_leaves_once_unless_it_is_the_same_move_or_the_move_was_taken_back(old: Training) -> None:
     listed = leave(old)
     assert leave(old).root == listed.root
