@@ -57,7 +57,7 @@ class Part(Params):
 
 class Whole(Params):
     one: Part = Part()
-    more: list[Part] = [Part(path="there")]
+    more: tuple[Part, ...] = (Part(path="there"),)
 
 
 def test_placement_within_a_part_is_in_no_key_either() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from plan_store import make_folder, plan_of, stand
 
-from dflash import moves, remote, there
+from dflash import moves, rehearsal, remote, there
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.records import OutputFile, Receipt
 from dflash.base.store import read_params, receipt_path, shipped_directory
@@ -146,7 +146,9 @@ def test_a_training_that_is_asked_for_goes_on_from_no_checkpoint_of_other_inputs
     (job.directory / "step_2/manifest.json").write_text("{}")
     monkeypatch.setattr(there, "run_job", run)
     with pytest.raises(PermanentError, match="trained anew"):
-        there.do_stage(Path.cwd(), {"stage": "train", "key": job.directory.name, "step": 4, "placement": {}, "run": "demo"})
+        there.do_stage(
+            Path.cwd(), {"stage": "train", "key": job.directory.name, "step": 4, "placement": {}, "run": "demo"}
+        )
 
 
 def test_the_inputs_that_count_are_those_that_the_job_reads(plan: Plan) -> None:
@@ -155,6 +157,20 @@ def test_the_inputs_that_count_are_those_that_the_job_reads(plan: Plan) -> None:
     standing = there._input_digests(job_of(plan, "train", 2))
     assert set(standing) == {"dataset", "buckets"}
     assert "dataset" not in there._input_digests(job_of(plan, "train", 2, shipped=["dataset"]))
+
+
+def test_a_rehearsal_leaves_nothing_whatever_its_end_is(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Path] = []
+
+    def interrupted(*parts: Any) -> None:
+        begun.append(parts[-1].scratch)
+        (begun[0] / "train").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rehearsal, "_rehearse_parts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rehearsal.rehearse(plan, plan.runs[0])
+    assert [path.exists() for path in begun] == [False]
 
 
 @pytest.mark.parametrize("part", ["train", "evaluate", "clear"])
