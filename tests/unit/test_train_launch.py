@@ -14,6 +14,7 @@ from train_store import Training, make_training
 
 from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError, TransientError
 from dflash.base.files import write_json
+from dflash.base.progress import Progress
 from dflash.base.records import CheckpointManifest, Environment, Failure, Lineage, StopMarker, now
 from dflash.hosts.lease import acquire, cpu_lease, holder, new_record
 from dflash.ship import artifact
@@ -247,6 +248,21 @@ def test_who_waits_in_line_and_is_stopped_leaves_it(training: Training, monkeypa
     monkeypatch.setattr(launch, "QUEUE_POLL", 0.01)
     with pytest.raises(PermanentError, match="was stopped by"):
         training.ensure_alive(4)
+
+
+def test_where_a_training_was_carried_away_from_nothing_is_started(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "start_foreground", lambda *_: pytest.fail("a trainer was started"))
+    launch.Moved(to="b", token="t", run="demo", by="me", at=now()).write(launch.moved_path(training.directory))
+    with pytest.raises(PermanentError, match="was carried over"):
+        training.ensure_alive(4)
+    with pytest.raises(PermanentError, match="was carried over"):
+        launch.train_segment(
+            training.directory, training.store, training.placement, "demo", 4, progress=Progress("train")
+        )
+    assert starts() == []
+    assert schedule.read_schedule(training.directory) == [], "nobody waits for a step that will not come"
 
 
 def test_a_launcher_before_which_the_training_was_carried_over_begins_nothing(
