@@ -232,6 +232,7 @@ def test_what_is_carried_over_to_a_host_must_stay_there_whichever_config_asks() 
         (Home(place="b"), TransientError("no route"), True),
         (Home(place="gone"), {"live": []}, True),
         (Home(place="a", moving=Moving(to="b", token="t")), {"live": []}, True),
+        (Home(place="b", moving=Moving(to="a", token="t")), {"live": []}, True),
         (Home(place="a"), {"live": []}, False),
     ],
 )
