@@ -213,6 +213,22 @@ def test_a_source_that_is_not_what_is_recorded_is_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("other", ["root", "size", "one more file"])
+def test_a_source_of_other_files_than_are_recorded_is_corrupt(tmp_path: Path, other: str) -> None:
+    checkpoint = make_checkpoint(tmp_path / "step_1", 0.1)
+    known = artifact.describe(checkpoint)
+    if other == "root":
+        known = known.model_copy(update={"root": "0" * 64})
+    elif other == "size":
+        with (checkpoint / "state/moments.bin").open("ab") as stream:
+            stream.write(b"more")
+    else:
+        (checkpoint / "state/more.bin").write_bytes(b"more")
+    with pytest.raises(CorruptError, match="recorded"):
+        ship(LOCAL, checkpoint, LOCAL, tmp_path / "a", known=known, attempts=1)
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize(
     ("source", "place", "said"),
     [

@@ -24,6 +24,7 @@ from dflash.data.batches import Batch
 from dflash.model import target as target_module
 from dflash.model.target import Target, load_target
 from dflash.model.target_params import RandomTarget
+from dflash.model.transfer import on_device
 from dflash.plan.code import source_root
 from dflash.train.prepare import drafter_config
 from dflash.train.train_params import TrainParams
@@ -211,3 +212,18 @@ def test_padded_features_take_a_mask_from_the_host(monkeypatch: pytest.MonkeyPat
     mask[1, 7:] = 0
     features = target.features(torch.ones(3, 12, dtype=torch.long, device="meta"), mask, [1, 3])
     assert features.device.type == given[0].device.type == "meta"
+
+
+def test_a_copy_to_the_host_is_waited_for() -> None:
+    """The host would read memory into which nothing has been written yet."""
+    asked: list[tuple[torch.device, dict[str, Any]]] = []
+
+    class OnGpu:
+        device = torch.device("cuda:0")
+
+        def to(self, device: torch.device, **how: Any) -> OnGpu:
+            asked.append((device, how))
+            return self
+
+    on_device(OnGpu(), torch.device("cpu"))  # type: ignore[arg-type]
+    assert [(device.type, how.get("non_blocking", False)) for device, how in asked] == [("cpu", False)]

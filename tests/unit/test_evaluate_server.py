@@ -104,6 +104,17 @@ def test_a_server_that_cannot_do_it_is_refused(road: Road, answer: Answer, error
         asked_of(road, url)
 
 
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [([5, 9], ([5, 9], "stop")), ([5, 9, 7, 9], ([5, 9], "stop")), ([5, 6, 7, 8, 9], ([5, 6, 7, 8], "length"))],
+    ids=["at the end", "in the middle", "beyond the limit"],
+)
+def test_an_answer_goes_to_its_first_end_token_which_counts(written: list[int], found: tuple[list[int], str]) -> None:
+    said = {"choices": [{"token_ids": written, "text": "", "finish_reason": "stop"}]}
+    with serving(lambda asked: (200, said)) as url:
+        assert continue_on_server(url, "tiny", [[1, 2]], [4], [9], parallel=1) == [found]
+
+
 @pytest.mark.parametrize("told", [{}, {"stop_reason": 257}], ids=["unsaid", "named"])
 def test_an_end_token_that_a_server_leaves_out_is_put_back(road: Road, told: dict[str, Any]) -> None:
     stopped: list[bool] = []

@@ -12,7 +12,7 @@ import yaml
 
 from dflash.base import records
 from dflash.base.canonical import canonical_json, digest
-from dflash.base.params import PLACEMENT
+from dflash.base.params import PLACEMENT, Params, placement
 from dflash.base.records import CodeDigest, ParamsFile, stage_key
 from dflash.plan.code import _scan, source_root
 from dflash.plan.config import load_config
@@ -48,6 +48,20 @@ def test_the_meaning_of_stored_results_is_in_every_key(monkeypatch: pytest.Monke
     before = key()
     monkeypatch.setattr(records, "SCHEMA_VERSION", records.SCHEMA_VERSION + 1)
     assert key() != before
+
+
+class Part(Params):
+    size: int = 1
+    path: str = placement("here")
+
+
+class Whole(Params):
+    one: Part = Part()
+    more: tuple[Part, ...] = (Part(path="there"),)
+
+
+def test_placement_within_a_part_is_in_no_key_either() -> None:
+    assert Whole().keyed_values() == {"one": {"size": 1}, "more": [{"size": 1}]}
 
 
 def test_the_order_of_fields_is_not() -> None:

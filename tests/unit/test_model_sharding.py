@@ -188,6 +188,18 @@ def test_what_all_layers_share_is_moved_once_a_run_and_not_kept_for_the_next_for
         assert len(moves) <= 3 + 4, "the hidden states of three layers; cosines, sines, positions and mask once"
 
 
+def test_what_was_moved_for_one_forward_is_not_taken_for_what_the_next_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sharding.Mover, "move", lambda mover, value: value.clone())
+    mover, layer, mask = sharding.Mover(torch.device("cpu")), torch.nn.Identity(), torch.zeros(3)
+    for number in range(2):
+        mask.fill_(number)
+        mover.begin(layer, ())
+        _, given = mover(layer, (), {"attention_mask": mask})
+        assert given["attention_mask"].tolist() == [number] * 3
+
+
 def test_layers_are_dealt_out_in_order_and_the_first_device_gets_no_more_than_the_others() -> None:
     for layers, devices in [(64, 2), (64, 3), (7, 2), (5, 5)]:
         runs = runs_of_layers(layers, devices)

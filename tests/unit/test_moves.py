@@ -27,6 +27,7 @@ class World:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.tokens: set[str] = set()
         self.answers: dict[str, Exception | str] = {}
 
     def ask(
@@ -34,6 +35,7 @@ class World:
     ) -> tuple[dict[str, Any], dict[str, bytes]]:
         name = f"{host.id} {request['do']}"
         self.asked.append(name)
+        self.tokens.add(request["token"])
         wrong = self.answers.get(name)
         if isinstance(wrong, Exception):
             raise wrong
@@ -42,7 +44,11 @@ class World:
         return {"error": error}, back
 
     def ship(self, source: Host, _: Path, destination: Host, __: Path, **options: Any) -> Any:
-        self.asked.append(f"ship {source.id} to {destination.id}")
+        name = f"ship {source.id} to {destination.id}"
+        self.asked.append(name)
+        wrong = self.answers.get(name)
+        if isinstance(wrong, Exception):
+            raise wrong
         return SimpleNamespace(model_dump=lambda mode: {})
 
 
@@ -100,6 +106,23 @@ def test_a_move_that_ends_before_the_new_host_is_asked_is_taken_back_with_the_ro
     moves.carry_over(plan_on("a"))
     assert world.asked == ["a stay"]
     assert read_home(node.directory) == Home(place="a")
+
+
+@pytest.mark.parametrize(("role", "asked"), [("b", TO_B), ("a", ["a stay"])])
+def test_a_move_that_ends_on_its_way_goes_on_as_the_same_move_or_is_taken_back(
+    world: World, role: str, asked: list[str]
+) -> None:
+    """The old host has let it go under a name, and hears of no other."""
+    node = begun_on(plan_on("b"), Home(place="a"))
+    world.answers["ship a to b"] = TransientError("cut")
+    with pytest.raises(TransientError):
+        moves.carry_over(plan_on("b"))
+    world.answers.clear()
+    world.asked.clear()
+    moves.carry_over(plan_on(role))
+    assert world.asked == asked
+    assert len(world.tokens) == 1
+    assert read_home(node.directory) == Home(place=role)
 
 
 def test_whether_it_arrived_is_asked_again_before_anything_else_when_the_answer_was_lost(world: World) -> None:

@@ -232,6 +232,7 @@ def test_what_is_carried_over_to_a_host_must_stay_there_whichever_config_asks() 
         (Home(place="b"), TransientError("no route"), True),
         (Home(place="gone"), {"live": []}, True),
         (Home(place="a", moving=Moving(to="b", token="t")), {"live": []}, True),
+        (Home(place="b", moving=Moving(to="a", token="t")), {"live": []}, True),
         (Home(place="a"), {"live": []}, False),
     ],
 )
@@ -256,3 +257,24 @@ def test_what_a_training_has_left_on_a_host_stays_there_while_it_is_at_work_on_a
     said = capsys.readouterr().err
     assert (f"trainings on {home.place} have left here" in said) is (told is answer or home.place == "gone")
     assert (["train", key] in needs[0]["results"]) is stays
+
+
+@pytest.mark.parametrize(
+    ("answer", "stays"),
+    [
+        ({"garbage": [], "live": []}, False),
+        ({"garbage": [], "live": ["KEY"]}, True),
+        (TransientError("no route"), True),
+    ],
+)
+def test_what_is_kept_here_of_a_training_elsewhere_stays_while_that_is_at_work_or_its_host_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Any, stays: bool
+) -> None:
+    Path("hosts.yaml").write_text(yaml.safe_dump({"hosts": {"a": {"kind": "local", "workdir": "/srv/a"}}}))
+    key = plan_of(train={"seed": 7}).runs[0].nodes["train"].key
+    plan = plan_of(hosts="hosts.yaml")
+    Home(place="a").write(home_path(plan.store / "train" / key))
+    told = {**answer, "live": [key for _ in answer["live"]]} if isinstance(answer, dict) else answer
+    monkeypatch.setattr(cli_gc, "_asked", lambda _, names: dict.fromkeys(names, told))
+    cli_gc._collect_here(plan, delete=False, ask=True)
+    assert (f"train/{key}" not in capsys.readouterr().out) is stays

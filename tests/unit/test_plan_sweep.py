@@ -147,6 +147,15 @@ def test_a_shipment_that_was_cut_off_goes_unless_a_planned_run_goes_on_with_it(r
     assert name in listed(root, Needs(needed, coming={("train", KEY, 2)}))
 
 
+def test_a_target_that_was_cut_off_goes_unless_a_planned_run_goes_on_with_it(root: Path) -> None:
+    partial = root / f"targets/.{KEY}.{'c' * 64}.partial"
+    (partial / "data").mkdir(parents=True)
+    name = str(partial.relative_to(root))
+    assert name in listed(root, Needs())
+    assert name in listed(root, Needs(coming={("target", OTHER, None)}))
+    assert name not in listed(root, Needs(coming={("target", KEY, None)}))
+
+
 def test_a_shipment_in_progress_stays_whether_its_result_is_needed_or_not(root: Path, partial: Path) -> None:
     items = in_workdir(root, Needs({("train", KEY)}), OWN)
     whole = in_workdir(root, Needs(), OWN)

@@ -14,6 +14,7 @@ from report_store import Made, make_run
 from dflash.hosts import lease
 from dflash.hosts.entry import HostEntry
 from dflash.hosts.host import LocalHost
+from dflash.report import feed as feeds
 from dflash.report.feed import Feed, Heard, age_in_words
 from dflash.report.glance import METRICS, TAIL, Place, grown, parsed, read_training
 from dflash.report.watch import Watched, look, plain
@@ -103,6 +104,40 @@ def test_what_a_host_writes_is_seen_as_it_comes_and_its_checkpoints_before_their
         with (folder / METRICS).open("a") as stream:
             stream.write(json.dumps({**last, "step": 301, "loss": 0.125}) + "\n")
         until(lambda: "loss 0.125" in "\n".join(plain(look(watched(made, feed)))), "the new line")
+    finally:
+        feed.close()
+
+
+def heard_steps(feed: Feed) -> list[int]:
+    training = feed.heard().training
+    return [line.step for line in training.lines] if training is not None else []
+
+
+def test_a_connection_that_breaks_goes_on_where_it_was_and_a_file_made_anew_is_shown_alone(
+    far: tuple[Made, LocalHost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "RETRY", (0.05, 0.05))
+    made, host = far
+    metrics = far_folder(made, host) / METRICS
+    lines = metrics.read_text().splitlines()[-3:]  # fewer than are kept, so that a line that comes twice is seen
+    metrics.write_text("\n".join([*lines, ""]))
+    last = json.loads(lines[-1])
+    feed = Feed(host, "gpu", metrics.parent.name)
+    try:
+        until(lambda: heard_steps(feed)[-1:] == [300], "what was there")
+        before, process = heard_steps(feed), feed._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        with metrics.open("a") as stream:
+            stream.write(json.dumps({**last, "step": 301}) + "\n")
+        until(lambda: heard_steps(feed)[-1:] == [301], "the connection after it")
+        assert heard_steps(feed) == [*before, 301], "no line comes twice"
+        other = metrics.with_name("other")
+        other.write_text(json.dumps({**last, "step": 1}) + "\n")
+        other.replace(metrics)
+        until(lambda: heard_steps(feed)[-1:] == [1], "the new file")
+        assert heard_steps(feed) == [1], "lines of the old file are not those of the new one"
     finally:
         feed.close()
 

@@ -83,6 +83,20 @@ def far_checkpoint(tmp_path: Path, tensors: dict[str, str]) -> Verdict:
     return verdict
 
 
+def test_tensors_are_compared_with_the_manifest_though_the_files_have_the_recorded_bytes(tmp_path: Path) -> None:
+    folder = tmp_path / "step_2/drafter"
+    folder.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    sha256 = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    output = OutputFile(path="step_2/drafter/model.safetensors", size=1, sha256=sha256)
+    entry = StageEntry(name="train", stage="train", key="a" * 12, receipts={}, outputs={"2": [output]})
+    ones = hashlib.sha256(torch.ones(2).numpy().tobytes()).hexdigest()
+    for digest, problems in ((ones, []), ("0" * 64, ["train step 2: tensors w differ (1 in all)"])):
+        verdict = Verdict()
+        compare_stage(verdict, entry, tmp_path, None, [2], "bitwise", {"w": digest})
+        assert verdict.problems == problems
+
+
 def checkpoint(tensors: dict[str, str]) -> CheckpointManifest:
     facts: dict[str, Any] = {
         name: {} for name in ("config", "params_files", "placement", "dataset", "buckets", "topology", "kernels")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from plan_store import make_folder, plan_of, stand
 
-from dflash import moves, remote, there
+from dflash import moves, rehearsal, remote, there
 from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.records import OutputFile, Receipt
 from dflash.base.store import read_params, receipt_path, shipped_directory
@@ -133,12 +133,44 @@ def test_a_step_that_stayed_on_an_earlier_host_and_was_lost_there_is_trained_aga
     assert schedule.existing_steps(job.directory) == []
 
 
+def test_a_training_that_is_asked_for_goes_on_from_no_checkpoint_of_other_inputs(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = trained(plan, 2)
+    monkeypatch.setattr(moving, "_fits", lambda *_: False)
+
+    def run(job: Job) -> Receipt:
+        assert schedule.existing_steps(job.directory) == []
+        raise PermanentError("it is trained anew")
+
+    (job.directory / "step_2/manifest.json").write_text("{}")
+    monkeypatch.setattr(there, "run_job", run)
+    with pytest.raises(PermanentError, match="trained anew"):
+        there.do_stage(
+            Path.cwd(), {"stage": "train", "key": job.directory.name, "step": 4, "placement": {}, "run": "demo"}
+        )
+
+
 def test_the_inputs_that_count_are_those_that_the_job_reads(plan: Plan) -> None:
     train = node(plan, "train")
     train.params.write(train.directory / "params.json")
     standing = there._input_digests(job_of(plan, "train", 2))
     assert set(standing) == {"dataset", "buckets"}
     assert "dataset" not in there._input_digests(job_of(plan, "train", 2, shipped=["dataset"]))
+
+
+def test_a_rehearsal_leaves_nothing_whatever_its_end_is(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Path] = []
+
+    def interrupted(*parts: Any) -> None:
+        begun.append(parts[-1].scratch)
+        (begun[0] / "train").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rehearsal, "_rehearse_parts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rehearsal.rehearse(plan, plan.runs[0])
+    assert [path.exists() for path in begun] == [False]
 
 
 @pytest.mark.parametrize("part", ["train", "evaluate", "clear"])

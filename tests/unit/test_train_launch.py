@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from train_store import Training, make_training
 
 from dflash.base.errors import ConfigError, CorruptError, DflashError, PermanentError, TransientError
 from dflash.base.files import write_json
+from dflash.base.progress import Progress
 from dflash.base.records import CheckpointManifest, Environment, Failure, Lineage, StopMarker, now
-from dflash.hosts.lease import acquire, cpu_lease, new_record
+from dflash.hosts.lease import acquire, cpu_lease, holder, new_record
 from dflash.ship import artifact
 from dflash.train import launch, schedule
 
@@ -259,6 +261,35 @@ def test_who_waits_in_line_and_is_stopped_leaves_it(training: Training, monkeypa
     monkeypatch.setattr(launch, "QUEUE_POLL", 0.01)
     with pytest.raises(PermanentError, match="was stopped by"):
         training.ensure_alive(4)
+
+
+def test_where_a_training_was_carried_away_from_nothing_is_started(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "start_foreground", lambda *_: pytest.fail("a trainer was started"))
+    launch.Moved(to="b", token="t", run="demo", by="me", at=now()).write(launch.moved_path(training.directory))
+    with pytest.raises(PermanentError, match="was carried over"):
+        training.ensure_alive(4)
+    with pytest.raises(PermanentError, match="was carried over"):
+        launch.train_segment(
+            training.directory, training.store, training.placement, "demo", 4, progress=Progress("train")
+        )
+    assert starts() == []
+    assert schedule.read_schedule(training.directory) == [], "nobody waits for a step that will not come"
+
+
+def test_a_launcher_before_which_the_training_was_carried_over_begins_nothing(
+    training: Training, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was started, or waited in line, before that."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a trainer was started"))
+    write_json(training.placement, {})
+    launch.Moved(to="b", token="t", run="demo", by="me", at=now()).write(launch.moved_path(training.directory))
+    arguments = ["--directory", str(training.directory), "--store", str(training.store)]
+    arguments += ["--placement", str(training.placement), "--run", "demo", "--foreground"]
+    assert launch.main(arguments) == 4
+    assert "was carried over from here to `b`" in capsys.readouterr().err
+    assert holder(schedule.lease_path(training.directory)) is None
 
 
 @pytest.mark.parametrize("variable", ["DFLASH_USER", "DFLASH_CLONE"])

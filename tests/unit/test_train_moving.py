@@ -148,6 +148,23 @@ def test_nothing_leaves_while_its_trainer_is_at_work_or_after_somebody_stopped_i
     assert launch.read_moved(old.directory) is None
 
 
+def test_no_trainer_can_begin_while_a_training_leaves_or_arrives(
+    old: Training, new: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    for name, folder in (("_lay_out", old.directory), ("_take_in", new.directory)):
+        real = getattr(moving, name)
+
+        def noted(*arguments: Any, real: Any = real, folder: Path = folder) -> Any:
+            held.append(lease.holder(schedule.lease_path(folder)) is not None)
+            return real(*arguments)
+
+        monkeypatch.setattr(moving, name, noted)
+    carry(old, new)
+    assert held == [True, True]
+    assert not [one for one in (old, new) if lease.holder(schedule.lease_path(one.directory))]
+
+
 def test_a_training_leaves_once_unless_it_is_the_same_move_or_the_move_was_taken_back(old: Training) -> None:
     listed = leave(old)
     assert leave(old).root == listed.root
@@ -168,6 +185,17 @@ def test_a_damaged_state_is_passed_over_and_a_damaged_drafter_without_a_receipt_
     assert schedule.existing_steps(new.directory) == [3]
     new.run(6, attempt=2)
     assert same(new, undisturbed, 4)
+    assert same(new, undisturbed, 6)
+
+
+def test_a_damaged_state_of_a_checkpoint_that_has_a_receipt_is_passed_over_for_the_one_before(
+    old: Training, new: Training, undisturbed: Training
+) -> None:
+    damage(old.directory / "step_4/state/masters.safetensors")
+    carry(old, new)
+    assert schedule.resumable_steps(new.directory) == [3]
+    assert (old.directory / "step_4/drafter").is_dir(), "its drafter is whole and stays where its receipt says"
+    new.run(6, attempt=2)
     assert same(new, undisturbed, 6)
 
 

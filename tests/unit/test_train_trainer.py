@@ -69,6 +69,8 @@ def test_k_steps_and_a_resume_equal_an_undisturbed_training_bit_for_bit(
     assert attempts_by_step(resumed) == {step: [1 if step <= stop else 2] for step in range(1, 7)}
     assert same(undisturbed, resumed, 6)
     assert resumed.batch_ids() == undisturbed.batch_ids()
+    cursor = json.loads((resumed.directory / "step_6/state/cursor.json").read_text())
+    assert [(entry["attempt"], entry["from_step"]) for entry in cursor["history"]] == [(1, 0), (2, stop)]
 
 
 def test_a_resume_at_the_epoch_boundary_begins_the_next_epoch_and_skips_nothing(
