@@ -25,9 +25,13 @@ def end_with_parent(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.25)
-        os.write(2, b"the launcher is gone; the trainer ends\n")
-        os._exit(128 + signal.SIGKILL)
+        try:
+            os.write(2, b"the launcher is gone; the trainer ends\n")
+        finally:  # the launcher read what is written there: the pipe broke with it
+            os._exit(128 + signal.SIGKILL)
 
+    if os.getppid() != parent:  # it died before the kernel was asked to tell of its death
+        os._exit(128 + signal.SIGKILL)
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
