@@ -17,7 +17,7 @@ import pytest
 from conftest import PATIENCE, Workspace, copy_upstream, wait_until  # type: ignore[import-not-found]
 from spread import Spread, make_spread
 from sshd import Sshd
-from test_survival import LONG, running, snakemakes
+from test_survival import LONG, LONGER, running, snakemakes
 
 from dflash.base.records import LeaseRecord, last_attempts
 from dflash.base.store import load_inputs, read_params
@@ -162,6 +162,7 @@ def waiting_line(space: Spread) -> str | None:
 
 def test_stop_finish_ships_evaluates_and_reports_what_exists(far: Spread) -> None:
     far.write_hosts(eval="judge")
+    far.write_config(train=LONGER)
     with running(far) as process:
         wait_until(lambda: checkpoint(far, 300), seconds=200, what="first checkpoint")
         os.kill(process.pid, signal.SIGINT)
@@ -170,8 +171,11 @@ def test_stop_finish_ships_evaluates_and_reports_what_exists(far: Spread) -> Non
     assert lease(far) is None
     far.call("run")
     manifest = json.loads((far.results / "runs/micro/latest/manifest.json").read_text())
-    assert manifest["steps"] == [300]
-    assert list(far.results.glob("store/ship/*/judge/step_300.json"))
+    existing = [step for step in range(300, 6300, 300) if checkpoint(far, step)]
+    assert manifest["steps"] == existing
+    assert 300 in existing
+    assert 6000 not in existing
+    assert all(list(far.results.glob(f"store/ship/*/judge/step_{step}.json")) for step in existing)
     assert lease(far) is None
 
 
