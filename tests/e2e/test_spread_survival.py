@@ -17,7 +17,7 @@ import pytest
 from conftest import PATIENCE, Workspace, copy_upstream, wait_until  # type: ignore[import-not-found]
 from spread import Spread, make_spread
 from sshd import Sshd
-from test_survival import LONG, LONGER, running, snakemakes
+from test_survival import LONG, LONGER, begun_training, running, snakemakes
 
 from dflash.base.records import LeaseRecord, last_attempts
 from dflash.base.store import load_inputs, read_params
@@ -70,7 +70,7 @@ def undisturbed(space: Spread) -> dict[int, list[str]]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "sigterm", "kill-9"])
 def test_the_controller_goes_and_the_next_run_attaches_to_the_live_trainer(far: Spread, number: signal.Signals) -> None:
     with running(far) as process:
-        wait_until(lambda: checkpoint(far, 300), seconds=200, what="first checkpoint")
+        wait_until(lambda: begun_training(far.store("trainbox")), seconds=200, what="first step")
         before = lease(far)
         assert before is not None
         if number == signal.SIGKILL:

@@ -44,6 +44,11 @@ def batch_ids(space: Workspace) -> dict[int, list[str]]:
     return {line.step: line.batch_ids for line in last_attempts(space.train_directory() / "metrics.jsonl")}
 
 
+def begun_training(store: Path) -> bool:
+    """Whether a training of a store has made a step; all others are still to come."""
+    return any(store.glob("train/*/metrics.jsonl"))
+
+
 @contextlib.contextmanager
 def running(space: Workspace, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """`dflash run` in the background; killed with its Snakemake when the block leaves it running."""
@@ -95,7 +100,7 @@ def moment(text: str) -> datetime.datetime:
 
 def test_after_kill_9_of_snakemake_a_rerun_attaches_to_the_live_trainer(long: Workspace) -> None:
     with running(long) as process:
-        wait_until(lambda: checkpoint(long, 300), what="first checkpoint")
+        wait_until(lambda: begun_training(long.results / "store"), what="first step")
         before = lease(long)
         assert before is not None
         (snakemake,) = snakemakes(process.pid)
@@ -134,7 +139,7 @@ def test_after_kill_9_of_the_trainer_it_resumes_and_sees_the_same_batches(long: 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_a_signal_gives_the_prompt_back_and_leaves_training_alive(long: Workspace, number: signal.Signals) -> None:
     with running(long) as process:
-        wait_until(lambda: checkpoint(long, 300), what="first checkpoint")
+        wait_until(lambda: begun_training(long.results / "store"), what="first step")
         before = lease(long)
         start = time.monotonic()
         os.kill(process.pid, number)
@@ -153,7 +158,7 @@ def test_a_signal_gives_the_prompt_back_and_leaves_training_alive(long: Workspac
 
 def test_stop_ends_training_and_neither_run_nor_snakemake_revives_it(long: Workspace) -> None:
     with running(long) as process:
-        wait_until(lambda: list(long.results.glob("store/train/*/metrics.jsonl")), what="first step")
+        wait_until(lambda: begun_training(long.results / "store"), what="first step")
         os.kill(process.pid, signal.SIGINT)
         process.communicate(timeout=30 * PATIENCE)
     long.call("stop", "micro")
