@@ -43,6 +43,11 @@ def reached(training: Training, step: int, attempt: int = 1) -> bool:
     return line is not None and line.attempt == attempt and line.step >= step
 
 
+def saved(training: Training, step: int) -> bool:
+    """Whether the state is on the disk, which may be some steps after the step: it is written while training goes on."""
+    return step in schedule.resumable_steps(training.directory)
+
+
 def record(training: Training, number: int) -> attempts.Attempt:
     return attempts.Attempt.read(attempts.attempt_path(training.directory, number))
 
@@ -70,10 +75,10 @@ def test_a_killed_trainer_is_recorded_and_resumed_and_no_batch_differs(
     training: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training.ensure_alive(5, 10, FAR)
-    wait_until(lambda: reached(training, 12), 120)
+    wait_until(lambda: reached(training, 12) and saved(training, 10), 120)
     kill(record(training, 1).trainer_pid)
     with pytest.raises(TransientError, match=r"attempt 1 was killed by SIGKILL"):
-        wait_until(lambda: training.wait(20))
+        training.wait(FAR)
     ended = record(training, 1)
     assert (ended.signal, ended.exit) == ("SIGKILL", None)
     assert ended.end is not None

@@ -30,6 +30,11 @@ def reached(training: Training, step: int, attempt: int) -> bool:
     return line is not None and line.attempt == attempt and line.step >= step
 
 
+def saved(training: Training, step: int) -> bool:
+    """Whether the state is on the disk, which may be some steps after the step: it is written while training goes on."""
+    return step in schedule.resumable_steps(training.directory)
+
+
 def record(training: Training, number: int) -> attempts.Attempt:
     return attempts.Attempt.read(attempts.attempt_path(training.directory, number))
 
@@ -58,7 +63,7 @@ def test_any_killed_rank_ends_the_job_with_its_name_and_the_next_start_resumes(
     for attempt, (victim, name) in enumerate(enumerate(names), 1):
         step = 10 * attempt
         training.ensure_alive(step, FAR)
-        wait_until(lambda step=step, attempt=attempt: reached(training, step + 2, attempt), 120)
+        wait_until(lambda s=step, a=attempt: reached(training, s + 2, a) and saved(training, s), 120)
         pids = record(training, attempt).rank_pids
         os.kill(pids[victim], signal.SIGKILL)
         killed = time.monotonic()
