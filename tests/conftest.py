@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from sshd import Sshd, start_sshd, why_not
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What test modules import stays: the collector would look through all of torch for nothing (see dflash/base/loading.py).
 gc.disable()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell without job control starts what it puts in the background so, and every process of these tests inherits it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

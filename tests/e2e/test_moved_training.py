@@ -70,10 +70,12 @@ def at_work(space: Spread, host: str) -> bool:
 
 @contextlib.contextmanager
 def trained(space: Spread, host: str, step: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Runs until the receipt of a step is here, and stops the clock: its trainer stands still until somebody wakes it."""
+    """Runs until a step is saved, and stops the clock: its trainer stands still until somebody wakes it. The step's receipt
+    is the controller's to write, and comes."""
     with running(space, *arguments) as process:
-        wait_until(lambda: any(space.results.glob(f"store/train/*/receipts/step_{step}.json")), 300, f"step {step}")
+        wait_until(lambda: saved(space, host, step), 300, f"step {step}")
         os.kill(trainer(space, host), signal.SIGSTOP)
+        wait_until(lambda: any(space.results.glob(f"store/train/*/receipts/step_{step}.json")), 300, f"receipt {step}")
         yield process
         os.kill(process.pid, signal.SIGINT)
         process.communicate(timeout=60 * PATIENCE)
