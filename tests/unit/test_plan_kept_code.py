@@ -53,7 +53,11 @@ def test_damaged_and_exchanged_archives_are_named_and_never_taken(checkout: Path
     assert kept_code(results, "0" * 64) is None
 
 
-@pytest.mark.parametrize("content", [b"", gzip.compress(b""), gzip.compress(b"no archive"), b"\x1f\x8b torn"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", gzip.compress(b""), gzip.compress(b"no archive"), b"\x1f\x8b torn"],
+    ids=["empty", "an empty gzip", "a gzip of no archive", "torn"],  # the bytes hold the time: ids must not
+)
 def test_what_is_damaged_is_told_in_one_line_and_kept_anew(checkout: Path, tmp_path: Path, content: bytes) -> None:
     results = tmp_path / "results"
     digest = keep_code(results, checkout)
