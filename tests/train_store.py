@@ -190,7 +190,7 @@ def again(training: Training, root: Path) -> Training:
     return replace(training, store=store, directory=moved)
 
 
-def wait_until(holds: Callable[[], Any], seconds: float = 30.0) -> Any:
+def wait_until(holds: Callable[[], Any], seconds: float = 120.0) -> Any:
     """Waits for something to become true and returns it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
