@@ -250,8 +250,11 @@ def print_plan(plan: Plan) -> None:
         print(f"{node.name:<28} {key}  {state:<18} {reason}".rstrip())
     for node in plan.nodes.values():
         if is_moved(plan, node):
+            place, role = begun_at(plan, node), planned_place(plan, node)
             print(
-                f"training {node.key} lives on {begun_at(plan, node)}; `dflash run` carries it over to {planned_place(plan, node)}"
+                f"training {node.key} of run {', '.join(node.runs)} lives on {place}, and roles.gpu is {role}"
+                f"{f' in {plan.config.inventory.file}' if plan.config.inventory.file else ''}: `dflash run` without -n carries "
+                f"it over to {role}; to keep it where it is, set the role to {place}"
             )
 
 

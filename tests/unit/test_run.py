@@ -18,7 +18,7 @@ from dflash import run as workflow
 from dflash.base.errors import PermanentError
 from dflash.base.records import Receipt, StopMarker
 from dflash.plan.graph import Plan
-from dflash.run import RunOptions, require_ready, run
+from dflash.run import RunOptions, print_plan, require_ready, run
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,9 @@ def test_deep_has_other_hosts_read_every_byte(monkeypatch: pytest.MonkeyPatch, d
     assert asked == [deep]
 
 
-def test_the_workflow_itself_does_not_begin_a_training_anew_whose_role_moved_unless_nothing_is_missing() -> None:
+def test_the_workflow_itself_does_not_begin_a_training_anew_whose_role_moved_unless_nothing_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     hosts = {name: {"kind": "local", "workdir": f"/srv/{name}", "device": "cpu"} for name in ("a", "b")}
 
     def plan_on(host: str) -> Plan:
@@ -100,6 +102,11 @@ def test_the_workflow_itself_does_not_begin_a_training_anew_whose_role_moved_unl
     with pytest.raises(PermanentError, match=f"training {train.key} was begun on a, and roles.gpu is b now") as refused:
         require_ready(plan_on("b"))
     assert "`dflash run` carries it over to b" in refused.value.message()
+    print_plan(plan_on("b"))
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"training {train.key} of run micro lives on a, and roles.gpu is b in hosts.yaml: `dflash run` without -n carries it "
+        "over to b; to keep it where it is, set the role to a"
+    )
     for step in train.steps[1:]:
         stand(step)
     require_ready(plan_on("b"))
