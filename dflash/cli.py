@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -265,7 +266,6 @@ def rehearse(
 ) -> None:
     """Try a run's training on its real hosts in minutes: the longest batches on all ranks, a checkpoint, its shipment and an
     evaluation. Says what memory, disk and time the run needs, and what does not fit. Leaves nothing behind."""
-    import signal
 
     from dflash.rehearsal import as_json as everything
     from dflash.rehearsal import rehearse as rehearse_run
@@ -535,6 +535,8 @@ def main() -> None:
     if "stage" not in sys.argv[1:2]:  # the log of a stage keeps its traceback
         sys.excepthook = _unexpected
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         typer.main.get_command(app)()  # `app()` would put a hook of its own over ours
     except KeyboardInterrupt:
         sys.exit(130)

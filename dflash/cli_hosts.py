@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from dflash.base.errors import ConfigError, PermanentError
+from dflash.hosts.entry import DEFAULT_FILE
 
 HostsFile = Annotated[Path, typer.Option("--hosts", help="The hosts file.")]
-DEFAULT = Path("config/hosts.yaml")
 
 hosts_app = typer.Typer(help="Look after the hosts of config/hosts.yaml.", no_args_is_help=True)
 
@@ -33,7 +33,7 @@ def doctor(
         list[str] | None, typer.Option("--yes", metavar="FINGERPRINT", help="With --pin: the answer, one a hop.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
-    hosts: HostsFile = DEFAULT,
+    hosts: HostsFile = DEFAULT_FILE,
 ) -> None:
     """Check hosts before a stage finds out: reachable, pinned, drivers, memory, disk, kernels right, numbers the same."""
     from dflash.hosts.inventory import load_inventory
@@ -72,7 +72,7 @@ def hosts_setup(
         str, typer.Option("--also", metavar="SPEC", help="what pip installs last: 'causal-conv1d ...'")
     ] = "",
     python: Annotated[str, typer.Option("--python", help="interpreter there to make it with")] = "",
-    hosts: HostsFile = DEFAULT,
+    hosts: HostsFile = DEFAULT_FILE,
 ) -> None:
     """Send this code to a host and make the environment of requirements.lock there. Does nothing when all is there."""
     from dflash.hosts.inventory import load_inventory

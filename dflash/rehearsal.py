@@ -28,6 +28,7 @@ from dflash.base.errors import DflashError, PermanentError, TransientError
 from dflash.base.progress import Progress
 from dflash.base.records import Artifact, Receipt, ShipmentReceipt
 from dflash.base.store import checkpoint_directory, receipt_path, shipped_artifact, shipped_directory, stage_directory
+from dflash.base.words import duration
 from dflash.hosts import machine
 from dflash.hosts.doctor import size
 from dflash.hosts.host import Host, LocalHost
@@ -717,10 +718,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
         ).rstrip()
         for row in everything
     ]
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `12.5 min` or `31.0 h`."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

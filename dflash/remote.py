@@ -35,9 +35,11 @@ from dflash.base.store import (
     stays_there,
 )
 from dflash.hosts.code import send_code
+from dflash.hosts.entry import with_file
 from dflash.hosts.host import Host
 from dflash.hosts.inventory import load_inventory
 from dflash.hosts.lease import CLONE, USER, clone_name, user_name
+from dflash.hosts.ssh import SshHost
 from dflash.plan.places import Home, home_path, not_here, read_home
 from dflash.runner import INVOCATION, Job, beside_copies, changed_inputs
 from dflash.stages import BY_NAME
@@ -112,11 +114,12 @@ def ask(
         status = process.wait()
         if status == 255 or status < 0:
             raise LinkLost(f"{host.id}: the connection broke", remedy="It is tried again.") from torn
+        doctor = with_file(f"dflash doctor --host {host.id}", host.file if isinstance(host, SshHost) else None)
         raise PermanentError(
             f"the stage ended there without an answer (exit status {status})",
             where=host.id,
             remedy=f"Its last words are above. Does `{host.python(role)}` there have the locked dependencies? "
-            f"`dflash doctor --host {host.id}` looks.",
+            f"`{doctor}` looks.",
         ) from torn
     except BaseException:
         process.kill()  # Ctrl-C: the other side sees the end of our connection, and ends

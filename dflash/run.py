@@ -45,6 +45,7 @@ DETACHED = "DFLASH_DETACHED"
 GRACE = 4.0
 """Seconds that jobs get between the first signal and SIGKILL: the prompt is back within five."""
 MAX_ROUNDS = 5
+STOPPED = "stopped; a training that was running goes on (`dflash run` attaches to it, `dflash stop RUN` ends it)"
 
 
 @dataclass
@@ -113,30 +114,39 @@ def _run_locked(plan: Plan, options: RunOptions) -> int:
     if os.environ.get(DETACHED):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with owner_lock(plan.config.results, follow=True) as descriptor:
-        decide_recompute(plan, options.recompute)
-        _stopped(plan, options.config_files, resume=options.resume)
-        for _ in range(MAX_ROUNDS):
-            damages = find_damage(plan, deep=options.deep, there=there, everything=options.deep)
-            if damages:
-                for damage in damages:
-                    say(f"damaged: {damage.sentence()}")
-                retire(plan, damages, options.recompute)
-            require_decisions(plan)
-            if not stale_paths(plan) and not options.snakemake:
-                break
-            if not damages:
-                _announce(plan)
-            _carry_over(plan)
-            started = time.time()
-            status = run_snakemake(plan, options, descriptor)
-            if status != 0:
-                options.causes = _explain_failure(plan, started)
-                return status
-            plan = build_plan(load_config(options.files))
-            options.snakemake = []
-        else:
-            raise PermanentError(f"results are still damaged after {MAX_ROUNDS} rounds", remedy="Check the disk.")
-        relink_latest(plan)
+        try:
+            return _make(plan, options, descriptor, there)
+        except KeyboardInterrupt:
+            say(STOPPED)
+            return 128 + signal.SIGINT
+
+
+def _make(plan: Plan, options: RunOptions, descriptor: int, there: CheckThere | None) -> int:
+    """Runs Snakemake until nothing is stale or damaged; returns the exit code."""
+    decide_recompute(plan, options.recompute)
+    _stopped(plan, options.config_files, resume=options.resume)
+    for _ in range(MAX_ROUNDS):
+        damages = find_damage(plan, deep=options.deep, there=there, everything=options.deep)
+        if damages:
+            for damage in damages:
+                say(f"damaged: {damage.sentence()}")
+            retire(plan, damages, options.recompute)
+        require_decisions(plan)
+        if not stale_paths(plan) and not options.snakemake:
+            break
+        if not damages:
+            _announce(plan)
+        _carry_over(plan)
+        started = time.time()
+        status = run_snakemake(plan, options, descriptor)
+        if status != 0:
+            options.causes = _explain_failure(plan, started)
+            return status
+        plan = build_plan(load_config(options.files))
+        options.snakemake = []
+    else:
+        raise PermanentError(f"results are still damaged after {MAX_ROUNDS} rounds", remedy="Check the disk.")
+    relink_latest(plan)
     return 0
 
 
@@ -240,8 +250,11 @@ def print_plan(plan: Plan) -> None:
         print(f"{node.name:<28} {key}  {state:<18} {reason}".rstrip())
     for node in plan.nodes.values():
         if is_moved(plan, node):
+            place, role = begun_at(plan, node), planned_place(plan, node)
             print(
-                f"training {node.key} lives on {begun_at(plan, node)}; `dflash run` carries it over to {planned_place(plan, node)}"
+                f"training {node.key} of run {', '.join(node.runs)} lives on {place}, and roles.gpu is {role}"
+                f"{f' in {plan.config.inventory.file}' if plan.config.inventory.file else ''}: `dflash run` without -n carries "
+                f"it over to {role}; to keep it where it is, set the role to {place}"
             )
 
 
@@ -390,24 +403,30 @@ def snakemake_command(options: RunOptions) -> list[str]:
 
 
 def run_snakemake(plan: Plan, options: RunOptions, descriptor: int) -> int:
-    """Runs Snakemake in its own process group and passes SIGINT and SIGTERM on to the group."""
+    """Runs Snakemake in its own process group and passes SIGINT and SIGTERM on to the group: as SIGINT, which jobs clear up on,
+    or as SIGTERM while Snakemake still reads the Snakefile and would answer SIGINT with a traceback."""
     _unlock(options)
     _forget_incomplete(plan, options)
     environment = {**os.environ, INVOCATION: controller_identity(), ACCEPT_ENV: options.accept_env}
     paths = [str(source_root()), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(part for part in paths if part)
-    child = subprocess.Popen(
-        snakemake_command(options), process_group=0, pass_fds=(descriptor,), env=environment, stdout=sys.stderr
-    )
+    children: list[subprocess.Popen[bytes]] = []
     stopped: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
         stopped.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGINT)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGINT if _may_have_jobs(options) else signal.SIGTERM)
 
     previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        child = subprocess.Popen(
+            snakemake_command(options), process_group=0, pass_fds=(descriptor,), env=environment, stdout=sys.stderr
+        )
+        children.append(child)
+        if stopped:  # while it was being started
+            child.terminate()
         while True:
             try:
                 status = child.wait(timeout=GRACE if stopped else 0.5)
@@ -421,9 +440,15 @@ def run_snakemake(plan: Plan, options: RunOptions, descriptor: int) -> int:
             signal.signal(number, handler)
     if stopped:
         _remove_snakemake_locks()
-        say("stopped; a training that was running goes on (`dflash run` attaches to it, `dflash stop RUN` ends it)")
+        say(STOPPED)
         return 128 + stopped[0]
     return 1 if status else 0
+
+
+def _may_have_jobs(options: RunOptions) -> bool:
+    """Whether the Snakemake here may have started jobs: it locks the folder before the first one."""
+    elsewhere = {"--nolock", "--directory", "-d"} & {word.partition("=")[0] for word in options.snakemake}
+    return bool(elsewhere) or any(Path(".snakemake/locks").glob("*"))
 
 
 def _unlock(options: RunOptions) -> None:

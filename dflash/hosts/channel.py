@@ -33,6 +33,7 @@ from dflash.hosts.ssh import (
     CONNECT_TIMEOUT,
     changed_key,
     denied,
+    look_there,
     unknown_key,
 )
 
@@ -357,15 +358,15 @@ def unreachable(host: str, hop: Hop, error: BaseException) -> TransientError:
     return TransientError(
         f"{hop.name} ({hop.known_as}) cannot be reached: {error or type(error).__name__}",
         where=host,
-        remedy=f"Look at the way there with `dflash doctor --host {host}`.",
+        remedy=look_there(host, hop.file),
     )
 
 
 def _refused(host: str, route: Sequence[Hop], hop: Hop, error: BaseException) -> DflashError:
     if isinstance(error, paramiko.BadHostKeyException):
-        return changed_key(host, f"{hop.name} ({hop.known_as})")
+        return changed_key(host, f"{hop.name} ({hop.known_as})", hop.file)
     if isinstance(error, paramiko.SSHException) and "not found in known_hosts" in str(error):
-        return unknown_key(host, f"{hop.name} ({hop.known_as})")
+        return unknown_key(host, f"{hop.name} ({hop.known_as})", hop.file)
     if isinstance(error, paramiko.PasswordRequiredException):
         return PermanentError(
             f"the key file {hop.key_file} has a passphrase",

@@ -25,9 +25,11 @@ from typing import Any
 from dflash.base.errors import DflashError
 from dflash.base.progress import Progress
 from dflash.hosts.code import send_code
+from dflash.hosts.entry import with_file
 from dflash.hosts.host import Finished, Host
 from dflash.hosts.inventory import LOCAL, Inventory
 from dflash.hosts.pins import pinned_keys
+from dflash.hosts.ssh import SshHost
 
 PYTHON = (3, 11)
 LARGEST_SKEW = 5.0
@@ -172,10 +174,15 @@ def _reach(checkup: Checkup, inventory: Inventory, host: Host) -> None:
     checkup.facts["seconds_a_command"] = round(time.monotonic() - started, 3)
 
 
+def _setup(host: Host) -> str:
+    """The command that makes the environment there."""
+    return with_file(f"dflash hosts setup {host.id}", host.file if isinstance(host, SshHost) else None)
+
+
 def _python(checkup: Checkup, host: Host, python: str) -> str | None:
     """The interpreter, when there is one and it is new enough."""
     checkup.facts["python"] = {"executable": python, "version": None}
-    remedy = f"Make the environment with `dflash hosts setup {host.id}`, or name an interpreter in `python`"
+    remedy = f"Make the environment with `{_setup(host)}`, or name an interpreter in `python`"
     try:
         done = host.run([python, "-c", "import sys; print(*sys.version_info[:3])"], timeout=START_TIMEOUT)
     except DflashError as error:
@@ -271,7 +278,7 @@ def _numeric(checkup: Checkup, host: Host, code: Path, python: str) -> None:
     if facts is None:
         checkup.problems.append(
             f"the kernels could not be tested with {python}: {done.last_line().removeprefix('dflash: ')}. "
-            f"If something is missing there, `dflash hosts setup {host.id}` installs it"
+            f"If something is missing there, `{_setup(host)}` installs it"
         )
         return
     checkup.facts["numeric"] = facts

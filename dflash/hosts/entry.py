@@ -6,6 +6,7 @@ Ids are names that people choose; addresses never enter a key. Costs nothing but
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,21 @@ Word = Annotated[str, StringConstraints(pattern=r"^[^\s\x00-\x1f\x7f\-][^\s\x00-
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
 
 
+DEFAULT_FILE = Path("config/hosts.yaml")
+"""The hosts file of commands to which none is named."""
+
+
+def with_file(command: str, file: Path | None) -> str:
+    """A command as a person must give it so that it reads this hosts file."""
+    default = file is None or file.absolute() == DEFAULT_FILE.absolute()
+    return command if default else f"{command} --hosts {shlex.quote(str(file))}"
+
+
 @dataclass(frozen=True)
 class Hop:
     """One ssh connection: where, as whom, with which key, and what the other side must prove.
 
-    name: as the hosts file calls it. known_hosts: the only file whose host keys are trusted.
+    name: as the hosts file calls it. known_hosts: the only file whose host keys are trusted. file: the hosts file.
     """
 
     name: str
@@ -39,6 +50,7 @@ class Hop:
     known_hosts: Path
     agent: bool = False
     default_keys: bool = False
+    file: Path | None = None
 
     @property
     def known_as(self) -> str:

@@ -151,7 +151,7 @@ class ByCommand:
             PermanentError, TransientError: see `Host.run`.
         """
         if done.status == 127 and argv[0] in done.stderr:
-            raise no_program(argv, self.id)
+            raise NoProgram(argv[0], self.id)
         return done
 
     def run(
@@ -236,7 +236,7 @@ class ByCommand:
                 full, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env=variables
             )
         except FileNotFoundError as error:
-            raise no_program(full, self.id) from error
+            raise NoProgram(full[0], self.id) from error
         except PermissionError as error:
             raise PermanentError(f"`{full[0]}` is no program that may be run", where=self.id) from error
 
@@ -301,9 +301,12 @@ def named_python(entry: HostEntry, role: str) -> str | None:
     return entry.python.get(role) if isinstance(entry.python, Mapping) else entry.python
 
 
-def no_program(argv: Sequence[str], host: str) -> PermanentError:
-    """What is said of a program that is not there."""
-    return PermanentError(f"there is no program `{argv[0]}`", where=host, remedy="Install it or name its path.")
+class NoProgram(PermanentError):
+    """A program is not there. program: its name or path."""
+
+    def __init__(self, program: str, host: str) -> None:
+        self.program = program
+        super().__init__(f"there is no program `{program}`", where=host, remedy="Install it or name its path.")
 
 
 def _reason(done: Finished) -> str:

@@ -123,6 +123,7 @@ class Inventory:
             known_hosts=self._beside(entry.known_hosts or Path("known_hosts")),
             agent=entry.agent,
             default_keys=entry.default_keys,
+            file=self.file,
         )
 
     def _beside(self, path: Path) -> Path:

@@ -14,7 +14,7 @@ from dflash.base.errors import PermanentError
 from dflash.base.progress import Progress
 from dflash.hosts.code import send_code
 from dflash.hosts.environment_path import LOCK, environment_folder, environment_python, lock_file
-from dflash.hosts.host import Host, named_python
+from dflash.hosts.host import Host, NoProgram, named_python
 
 NEEDED = (3, 11)
 COMMAND_TIMEOUT = 60.0
@@ -75,12 +75,15 @@ def require_python(host: Host, python: str) -> None:
     """Checks that an interpreter there can make an environment.
 
     Raises:
-        PermanentError: it is missing, too old, or has no venv module.
+        PermanentError: it is missing, too old, or has no venv module; or the host refuses us. TransientError: the connection
+            failed.
     """
     remedy = "Install python 3.11 or later there (Debian: python3 and python3-venv), or name one with --python."
     try:
         done = host.run([python, "-c", PROBE], timeout=COMMAND_TIMEOUT)
-    except PermanentError as error:
+    except NoProgram as error:
+        if error.program != python:  # what every command begins with there
+            raise
         raise PermanentError(error.what, where=host.id, remedy=remedy) from error
     if done.status:
         raise PermanentError(f"{python} will not do: {done.last_line()}", where=host.id, remedy=remedy)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash.base.errors import ConfigError, DflashError, PermanentError, TransientError
-from dflash.hosts.entry import Hop, HostEntry
+from dflash.hosts.entry import Hop, HostEntry, with_file
 from dflash.hosts.environment_path import environment_python
 from dflash.hosts.host import ByCommand, Finished, named_python, with_variables
 
@@ -237,23 +237,29 @@ NOISE = re.compile(
 
 def connection_error(host: str, route: Sequence[Hop], stderr: str) -> DflashError:
     """What ssh's words mean: refused for good (unknown or changed host key, no permission), or worth another attempt."""
+    file = route[-1].file
     if found := UNKNOWN_KEY.search(stderr):
-        return unknown_key(host, _hop_known_as(route, found["name"]))
+        return unknown_key(host, _hop_known_as(route, found["name"]), file)
     if found := CHANGED_KEY.search(stderr):
-        return changed_key(host, _hop_known_as(route, found["name"]))
+        return changed_key(host, _hop_known_as(route, found["name"]), file)
     if "Host key verification failed" in stderr:
-        return unknown_key(host, ", ".join(hop.known_as for hop in route))
+        return unknown_key(host, ", ".join(hop.known_as for hop in route), file)
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     line = next((line for line in reversed(lines) if not NOISE.match(line)), lines[-1] if lines else "no reason given")
     if "Permission denied" in line:
         return denied(host, route, line)
     if re.search(r"Bad owner or permissions|Bad configuration option|no matching .* found", line):
-        return PermanentError(f"ssh: {line}", where=host, remedy="Look at it with `dflash doctor`.")
+        return PermanentError(f"ssh: {line}", where=host, remedy=look_there(host, file))
     return TransientError(
         f"the connection failed: {line}",
         where=host,
-        remedy=f"Look at the way there with `dflash doctor --host {host}`.",
+        remedy=look_there(host, file),
     )
+
+
+def look_there(host: str, file: Path | None) -> str:
+    """What to do about a host that cannot be reached. file: the hosts file that names it."""
+    return f"Look at the way there with `{with_file(f'dflash doctor --host {host}', file)}`."
 
 
 def _hop_known_as(route: Sequence[Hop], name: str) -> str:
@@ -264,21 +270,21 @@ def _hop_known_as(route: Sequence[Hop], name: str) -> str:
     return name
 
 
-def unknown_key(host: str, hop: str) -> PermanentError:
+def unknown_key(host: str, hop: str, file: Path | None) -> PermanentError:
     """What is said when a hop's host key is not pinned."""
     return PermanentError(
         f"the host key of {hop} is not known",
         where=host,
-        remedy=f"See it and pin it with `dflash doctor --pin {host}`.",
+        remedy=f"See it and pin it with `{with_file(f'dflash doctor --pin {host}', file)}`.",
     )
 
 
-def changed_key(host: str, hop: str) -> PermanentError:
+def changed_key(host: str, hop: str, file: Path | None) -> PermanentError:
     """What is said when a hop shows another host key than the pinned one."""
     return PermanentError(
         f"the host key of {hop} is not the one that is pinned: another machine answers, or it was installed anew",
         where=host,
-        remedy=f"Ask its owner; only if that is right, pin it with `dflash doctor --pin {host}`.",
+        remedy=f"Ask its owner; only if that is right, pin it with `{with_file(f'dflash doctor --pin {host}', file)}`.",
     )
 
 

@@ -155,17 +155,32 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def compiler_said(error: BaseException) -> str:
+    """Why something cannot be compiled, in one line: what comes before torch's advice on how to look closer."""
+    return " ".join(str(error).partition("\n\n")[0].split())
+
+
 @functools.cache
 def fused(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """A pointwise function as one kernel, for any length; one graph a rank and type of its arguments, and for sizes of one."""
+    """A pointwise function as one kernel, for any length; one graph a rank and type of its arguments, and for sizes of one.
+
+    The kernel raises PermanentError when it cannot be compiled.
+    """
     compiled: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True, backend=backend)
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
         import torch._dynamo as dynamo  # a second to import, which only this needs
 
-        with dynamo.config.patch(recompile_limit=GRAPHS):  # torch's own, eight, would end a training at its ninth
-            return compiled(*arguments)
+        try:
+            with dynamo.config.patch(recompile_limit=GRAPHS):  # torch's own, eight, would end a training at its ninth
+                return compiled(*arguments)
+        except (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit) as error:
+            raise PermanentError(
+                f"`{function.__name__}` cannot be compiled: {compiler_said(error)}",
+                where="train.fuse",
+                remedy="Set train.fuse to false; the weights are the same within rounding.",
+            ) from error
 
     return call
 

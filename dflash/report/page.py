@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from dflash.base.records import Environment, MetricsLine, StageEntry
-from dflash.base.words import number_of
+from dflash.base.words import about, duration, number_of
 from dflash.report.checks import Check, all_checks, bound, summary
 from dflash.report.evidence import Buckets, Dataset, Evidence, Lengths, Parent, Sample, Shift, Side, Trouble
 from dflash.report.figures import Series, bar_chart, line_chart, thin
@@ -499,7 +499,7 @@ def _training_words(lines: Sequence[MetricsLine]) -> str:
     padding = sum(line.padding_share for line in lines) / len(lines)
     last = lines[-1]
     return (
-        f"{number_of(len(lines), 'step')} in {seconds:,.1f} s of step time; {number_of(tokens, 'token')}; "
+        f"{number_of(len(lines), 'step')} in {duration(seconds)} of step time; {number_of(tokens, 'token')}; "
         f"{padding:.1%} padding on average; {number_of(len(attempts), 'attempt')}; last loss {last.loss:.4g} at step {last.step:,}."
     )
 
@@ -635,11 +635,16 @@ def _add_buckets(page: Page, found: Buckets, batching: Mapping[str, Any], parent
     page.bucket_figures.append(Figure(svg, caption))
     page.bucket_tables.append(_bucket_table(found, batching))
     page.bucket_words = (
-        f"{number_of(found.batches_per_epoch, 'batch', 'batches')} an epoch, {found.steps_per_epoch:,.2f} steps; "
+        f"{number_of(found.batches_per_epoch, 'batch', 'batches')} an epoch, {_steps(found.steps_per_epoch)}; "
         f"{found.padding_share:.1%} of what batches hold is padding, and they fill {found.budget_share:.1%} of the token budget. "
         f"{number_of(found.cut_samples, 'sample')} {'was' if found.cut_samples == 1 else 'were'} cut "
         f"to the longest allowed length, losing {number_of(found.cut_tokens, 'token')}."
     )
+
+
+def _steps(count: float) -> str:
+    told = about(count)
+    return f"{told} {'step' if told.split()[-1] == '1' else 'steps'}"
 
 
 def _length_figure(found: Buckets, parent: Parent | None) -> Figure:
@@ -724,13 +729,13 @@ def epoch_cost(found: Buckets, evidence: Evidence) -> str:
         words.append(f"Packed end to end, {found.packed_padding_share:.1%} would be padding.")
     if feature_bytes(evidence):
         words.append(
-            f"The features of an epoch are {found.tokens * feature_bytes(evidence) / 1e9:,.3g} GB in 16-bit numbers "
+            f"The features of an epoch are {_bytes(found.tokens * feature_bytes(evidence))} in 16-bit numbers "
             f"({feature_bytes(evidence):,} bytes a token)."
         )
     seconds = sum(line.seconds for line in evidence.metrics)
     if seconds > 0:
         rate = sum(line.tokens for line in evidence.metrics) / seconds
-        words.append(f"At the measured {rate:,.0f} tokens/s an epoch takes {found.tokens / rate / 3600:,.2g} hours.")
+        words.append(f"At the measured {rate:,.0f} tokens/s an epoch takes {duration(found.tokens / rate)}.")
     return "".join(f" {sentence}" for sentence in words)
 
 
@@ -775,7 +780,7 @@ def _load_table(found: Shift, bytes_a_token: int) -> Table:
         ("samples", found.before.samples, found.now.samples, ",.0f"),
         ("mean length, tokens", found.before.mean_length, found.now.mean_length, ",.1f"),
         ("batches an epoch", found.before.batches_per_epoch, found.now.batches_per_epoch, ",.0f"),
-        ("steps an epoch", found.before.steps_per_epoch, found.now.steps_per_epoch, ",.1f"),
+        ("steps an epoch", found.before.steps_per_epoch, found.now.steps_per_epoch, ""),
         ("tokens a step", found.before.tokens_per_step, found.now.tokens_per_step, ",.0f"),
         (
             "tokens a step, padding counted",
@@ -791,7 +796,11 @@ def _load_table(found: Shift, bytes_a_token: int) -> Table:
         before, now = scale * found.before.largest_batch_tokens, scale * found.now.largest_batch_tokens
         pairs.append(("features of the largest batch, MB", before, now, ",.1f"))
     rows = tuple(
-        (name, format(before, form), format(now, form), f"{now / before - 1:+.1%}" if before else "-")
+        (
+            name,
+            *(format(value, form) if form else about(value) for value in (before, now)),
+            f"{now / before - 1:+.1%}" if before else "-",
+        )
         for name, before, now, form in pairs
     )
     caption = (
@@ -818,7 +827,7 @@ def _add_shipments(page: Page, evidence: Evidence) -> None:
     seconds = sum(item.shipped.seconds for item in listed)
     verified = sum(item.shipped.verified for item in listed)
     page.shipment_words = (
-        f"{number_of(len(listed), 'shipment')}, {_bytes(total)} in {seconds:,.0f} s, {_bytes(total / (seconds or 1))}/s on "
+        f"{number_of(len(listed), 'shipment')}, {_bytes(total)} in {duration(seconds)}, {_bytes(total / (seconds or 1))}/s on "
         f"average; {verified:,} of {len(listed):,} verified byte by byte at the destination."
     )
     rows = tuple(
@@ -826,7 +835,7 @@ def _add_shipments(page: Page, evidence: Evidence) -> None:
             item.name + (f" step {item.step:,}" if item.step is not None else ""),
             f"{item.shipped.source_host} to {item.host}",
             _bytes(item.shipped.bytes),
-            f"{item.shipped.seconds:,.1f} s",
+            duration(item.shipped.seconds),
             f"{_bytes(item.shipped.bytes_per_second)}/s",
             "yes" if item.shipped.verified else "NO",
             f"{item.shipped.plane}, {item.shipped.route}",

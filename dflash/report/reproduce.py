@@ -86,11 +86,19 @@ def read_manifest(path: Path) -> RunManifest:
     """A run's manifest, which must hold what a repetition needs.
 
     Raises:
-        CorruptError: damaged or edited. PermanentError: it holds no configuration, or an adopted result.
+        ConfigError: there is none. CorruptError: damaged or edited. PermanentError: it holds no configuration, or an adopted
+            result.
     """
     file = path / "manifest.json" if path.is_dir() else path
+    if not file.exists():
+        raise ConfigError(
+            "there is no such file",
+            where=str(file),
+            remedy="Give a run's manifest.json, or the folder that holds it (results/runs/RUN/latest).",
+        )
     manifest = RunManifest.read(file)
     check_keys(manifest, file)
+    _check_environments(manifest, file)
     if manifest.adoptions:
         kept = ", ".join(f"{item.get('stage')} {item.get('old_key')}" for item in manifest.adoptions)
         raise PermanentError(
@@ -101,6 +109,24 @@ def read_manifest(path: Path) -> RunManifest:
     if not manifest.source:
         raise PermanentError("the manifest does not hold the configuration as it was given", where=str(file))
     return manifest
+
+
+def _check_environments(manifest: RunManifest, file: Path) -> None:
+    """Without where results were made nobody could tell whether this environment can make them again.
+
+    Raises:
+        CorruptError: no environment, or not that of some result.
+    """
+    named = {label: entry.name for entry in manifest.stages for label in entry.environments.values()}
+    missing = sorted(set(named) - set(manifest.environments))
+    if manifest.environments and not missing:
+        return
+    what = f"does not hold {missing[0]}, where {named[missing[0]]} was made" if missing else "is empty"
+    raise CorruptError(
+        f"`environments` {what}",
+        where=str(file),
+        remedy="It was edited after it was written: nothing in the file is trusted.",
+    )
 
 
 # ---------------------------------------------------------------- the environment

@@ -2,8 +2,9 @@
 
 Nothing is asked of the processes at work: receipts say what is done, the trainer's `status.json` and `metrics.jsonl` how fast it
 goes, its lease whether it lives. Of a training on another host these files are read there (`feed.py`); the view never waits for
-that host and says how old what it shows is. A look costs a stat a receipt and the last 64 kB of the metrics: 3 ms for 200
-checkpoints.
+that host and says how old what it shows is. A terminal is never shown more than it has rows and columns for: what is finished
+gives way to what runs and to the newest checkpoints. A look costs a stat a receipt and the last 64 kB of the metrics: 3 ms for
+200 checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from dflash.base.errors import CorruptError
 from dflash.base.files import read_json
@@ -27,9 +28,19 @@ from dflash.report.feed import Feed, Heard, age_in_words, age_of
 from dflash.report.glance import METRICS, read_training
 from dflash.stages import BY_NAME
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 HERE = "here"
 MOST_STEPS = 12
 """Checkpoints shown; the rest are counted."""
+FEW_STEPS = 3
+"""Checkpoints for which finished results lose their names when rows are short."""
+STEP_COLUMNS = ("step", "trained", "shipped to", "evaluated", "tau")
+LEAST_NEEDED = ("shipped to", "trained", "evaluated")
+"""Columns that a narrow terminal goes without, the first one first: tau says that a checkpoint was trained and evaluated."""
+GAP = 2
+"""Characters between two columns."""
 PERIOD = 2.0
 FRESH = 10.0
 """Seconds since the last word of another host after which it counts as silent."""
@@ -301,16 +312,11 @@ def plain(view: View) -> list[str]:
     return lines
 
 
-def _window(view: View) -> tuple[int, int]:
+def _window(view: View, most: int = MOST_STEPS) -> tuple[int, int]:
     """The checkpoints around which something happens: the last that are done, and the next."""
     reached = sum(1 for item in view.checkpoints if item.trained)
-    start = max(0, min(reached - MOST_STEPS + 2, len(view.checkpoints) - MOST_STEPS))
-    return start, start + MOST_STEPS
-
-
-def _shown(view: View) -> list[Checkpoint]:
-    first, last = _window(view)
-    return view.checkpoints[first:last]
+    start = max(0, min(reached - most + min(2, most // 4), len(view.checkpoints) - most))
+    return start, min(start + most, len(view.checkpoints))
 
 
 def _on(where: str) -> str:
@@ -323,7 +329,8 @@ def _cell(where: str) -> str:
 
 def _checkpoint_lines(view: View) -> list[str]:
     lines = []
-    for item in _shown(view):
+    first, last = _window(view)
+    for item in view.checkpoints[first:last]:
         parts = [f"{verb}{_on(where)}" for verb, where in (("trained", item.trained),) if where]
         parts += [f"shipped to {item.shipped}"] if item.shipped else []
         parts += [f"evaluated{_on(item.evaluated)}"] if item.evaluated else []
@@ -334,38 +341,108 @@ def _checkpoint_lines(view: View) -> list[str]:
     return [*lines, f"and {number_of(hidden, 'more checkpoint')}"] if hidden > 0 else lines
 
 
-def table(view: View) -> Any:
-    """The view for a terminal."""
+def table(view: View, console: Console | None = None) -> Any:
+    """The view for a terminal.
+
+    Args:
+        console: what it must fit on; when left out, or when it is high and wide enough, all is shown.
+    """
+    whole = _layout(view, console)
+    if console is None or _rows(whole, console) < console.height:
+        return whole
+    for named in (True, False):
+        most = console.height - _rows(_layout(view, console, most=1, named=named), console)
+        if most >= FEW_STEPS:
+            break
+    return _layout(view, console, most=min(max(most, 1), MOST_STEPS), named=named)
+
+
+def _rows(layout: Any, console: Console) -> int:
+    return len(console.render_lines(layout, pad=False))
+
+
+def _layout(view: View, console: Console | None, *, most: int = 0, named: bool = True) -> Any:
+    """The view with `most` checkpoints and the finished results in one line, by name or only counted; everything when `most`
+    is left out."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    stages = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
-    stages.add_column("result", no_wrap=True)
-    stages.add_column("key", no_wrap=True)
-    stages.add_column("done", justify="right", no_wrap=True)
-    for name, key, done, total in view.stages:
-        style = "green" if done == total else "yellow" if done else "dim"
-        stages.add_row(name, key, Text(f"{done} of {total}", style=style))
-    steps = Table(box=None, pad_edge=False, show_header=True, header_style="bold")
-    for heading in ("step", "trained", "shipped to", "evaluated", "tau"):
-        steps.add_column(heading, justify="right", no_wrap=True)
-    for item in _shown(view):
-        places = (_cell(item.trained), _cell(item.shipped), _cell(item.evaluated))
-        steps.add_row(f"{item.step:,}", *places, item.tau or "-")
-    hidden = len(view.checkpoints) - min(MOST_STEPS, len(view.checkpoints))
-    more = [Text(f"and {number_of(hidden, 'more checkpoint')}", style="dim")] if hidden > 0 else []
+    blank = [] if most else [Text()]
     style = "bold green" if view.done else "bold" if view.alive else "bold yellow"
     return Group(
         Text(f"run {view.run}: {view.heading()}", style=style),
-        Text(),
-        stages,
-        Text(),
+        *blank,
+        *(_unfinished(view, console, named=named) if most else [_results(view.stages, console)]),
+        *blank,
         *(Text(text, style=_style(text, view)) for text in [*view.training, *view.shares]),
-        Text(),
-        steps,
-        *more,
+        *blank,
+        *_newest(view, console, most or MOST_STEPS),
     )
+
+
+def _results(rows: Sequence[tuple[str, str, int, int]], console: Console | None) -> Any:
+    """How much there is of each result."""
+    columns = {
+        "result": [name for name, _, _, _ in rows],
+        "key": [key for _, key, _, _ in rows],
+        "done": [f"{done} of {total}" for _, _, done, total in rows],
+    }
+    styles = ["green" if done == total else "yellow" if done else "dim" for _, _, done, total in rows]
+    return _columns(columns, ("key",), console, "left", styles)
+
+
+def _unfinished(view: View, console: Console | None, *, named: bool) -> list[Any]:
+    """The results that do not stand yet, below one line for those that do."""
+    from rich.text import Text
+
+    finished = [name for name, _, done, total in view.stages if done == total]
+    rows = [row for row in view.stages if row[2] != row[3]]
+    names = f" ({', '.join(finished)})" if named else ""
+    line = f"done: {len(finished)} of {number_of(len(view.stages), 'result')}{names}"
+    return [*([Text(line, style="green")] if finished else []), *([_results(rows, console)] if rows else [])]
+
+
+def _newest(view: View, console: Console | None, most: int) -> list[Any]:
+    """The newest checkpoints, and how many there are before and after them."""
+    from rich.text import Text
+
+    first, last = _window(view, most)
+    items = view.checkpoints[first:last]
+    cells = [
+        (f"{item.step:,}", _cell(item.trained), _cell(item.shipped), _cell(item.evaluated), item.tau or "-")
+        for item in items
+    ]
+    columns = {heading: [row[place] for row in cells] for place, heading in enumerate(STEP_COLUMNS)}
+    later = len(view.checkpoints) - last
+    hidden = ", ".join(f"{count} {where}" for count, where in ((first, "earlier"), (later, "to come")) if count)
+    more = [Text(f"+ {hidden}", style="dim")] if hidden else []
+    return [_columns(columns, LEAST_NEEDED, console, "right"), *more]
+
+
+def _columns(
+    columns: dict[str, list[str]],
+    needless: Sequence[str],
+    console: Console | None,
+    side: Literal["left", "right"],
+    styles: Sequence[str] = (),
+) -> Any:
+    """A table without the columns that do not fit. needless: those that may go, in that order. styles: of the last column."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = dict(columns)
+    for heading in needless:
+        wide = sum(max(len(text) for text in [name, *cells]) + GAP for name, cells in shown.items()) - GAP
+        if console is not None and wide > console.width:
+            del shown[heading]
+    made = Table(box=None, pad_edge=False, show_header=True, header_style="bold", padding=(0, GAP, 0, 0))
+    for place, heading in enumerate(shown):
+        last = place == len(shown) - 1
+        made.add_column(heading, justify="right" if last else side, no_wrap=True)
+    for place, row in enumerate(zip(*shown.values(), strict=True)):
+        style = styles[place] if styles else ""
+        made.add_row(*row[:-1], Text(row[-1], style=style))
+    return made
 
 
 def _style(text: str, view: View) -> str:
@@ -401,8 +478,9 @@ def _live(watched: Watched, stream: TextIO, follow: bool, period: float) -> None
     from rich.live import Live
 
     view = look(watched)
-    with Live(table(view), console=Console(file=stream), auto_refresh=False) as live:
+    console = Console(file=stream)
+    with Live(table(view, console), console=console, auto_refresh=False) as live:
         while follow and view.goes_on():
             time.sleep(period)
             view = look(watched)
-            live.update(table(view), refresh=True)
+            live.update(table(view, console), refresh=True)

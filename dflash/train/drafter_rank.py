@@ -36,7 +36,7 @@ from dflash.train.agreement import (
     unpack_tensors,
     weights_digest,
 )
-from dflash.train.forward import parts
+from dflash.train.forward import parts, require_compiler
 from dflash.train.peers import Peers
 from dflash.train.prepare import check_tokens, load_target_ends
 from dflash.train.pulse import PULSE
@@ -128,6 +128,7 @@ class DrafterRank(Trainer):
             trackers.check_installed(self.params.tracker)
             prepare_folder(self.params, self.directory)
             self._check_disk()
+        require_compiler(self.params, self.context.device)
         self.samples = load_train_samples(self.dataset.directory)
         if self.peers.leads:
             check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)

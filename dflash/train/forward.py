@@ -13,6 +13,8 @@ Costs: compiling takes 35 to 50 s a bucket on one CPU core, once an attempt; pad
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from dflash.base.errors import PermanentError
 from dflash.data.batches import Batch, BatchPlan
-from dflash.model.drafter import Drafter, TokensToHidden, fused
+from dflash.model.drafter import Drafter, TokensToHidden, compiler_said, fused
 from dflash.train.objective import chunk_entropy
 from dflash.train.train_params import TrainParams
 
@@ -72,6 +74,31 @@ def aligned(shape: Shape, block_size: int) -> Shape:
     while anchors * block_size % ALIGNMENT:
         anchors += 1
     return replace(shape, length=-(-shape.length // ALIGNMENT) * ALIGNMENT, anchors=anchors)
+
+
+def require_compiler(params: TrainParams, device: str) -> None:
+    """Refuses kernels that nothing here can compile: torch's for processors are C++, what launches those for GPUs is C. Needs no
+    model, so it comes before one is loaded.
+
+    Raises:
+        PermanentError: names the setting, the compiler, and both ways out.
+    """
+    on_gpu = device.startswith("cuda")
+    plain = {"fuse": "false"} if params.fuse else {}
+    plain |= {"compile": "false"} if params.compile else {}
+    plain |= {"attention": "sdpa"} if on_gpu and params.attention == "flex" else {}
+    variable, language, known = ("CC", "C", ("gcc", "clang", "cc")) if on_gpu else ("CXX", "C++", ("g++",))
+    sought = (os.environ[variable],) if os.environ.get(variable) else known
+    if not plain or BACKEND != "inductor" or any(shutil.which(name) for name in sought):
+        return
+    where = f"train.{next(iter(plain))}"
+    raise PermanentError(
+        f"`{where}: {str(getattr(params, next(iter(plain)))).lower()}` needs a {language} compiler, and there is none here "
+        f"({', '.join(sought)})",
+        where=where,
+        remedy=f"Install one (Debian: {known[0]}), name yours in {variable}, or set "
+        f"{' and '.join(f'train.{name} to {value}' for name, value in plain.items())}; the weights are the same within rounding.",
+    )
 
 
 def entropy_kernel(params: TrainParams) -> Callable[..., Any]:
@@ -163,7 +190,7 @@ class DraftForward:
         except (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit) as error:
             raise PermanentError(
                 f"the drafter cannot be compiled for {rows} samples of bucket {bucket} (one graph each for {len(self._shapes)} "
-                f"buckets): {str(error).splitlines()[0]}",
+                f"buckets): {compiler_said(error)}",
                 where="train.compile",
                 remedy="Set train.compile to false; the weights are the same within rounding.",
             ) from error

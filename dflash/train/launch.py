@@ -271,10 +271,12 @@ def refuse_stopped(directory: Path) -> None:
     """Raises PermanentError when somebody has stopped this training."""
     marker = read_stop(directory)
     if marker is not None:
+        status = schedule.read_status(directory)
         raise PermanentError(
-            f"run {marker.run} was stopped by {marker.by} at {marker.at}",
+            f"run {marker.run} was stopped by {marker.by} at {marker.at}{f', after step {status.step:,}' if status else ''}",
             where=str(directory / "stop.json"),
-            remedy=f"`dflash run --resume` continues it, `dflash stop {marker.run} --finish` reports what exists.",
+            remedy=f"`dflash run --resume` continues it, `dflash stop {marker.run} --finish` reports what exists; either with the "
+            "--configfile that the run was begun with.",
         )
 
 

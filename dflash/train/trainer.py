@@ -48,7 +48,7 @@ from dflash.train.anchors import batch_anchors
 from dflash.train.attempts import EXIT_BY_KIND, Attempt, attempt_path, read_attempts
 from dflash.train.child import handed_over, leave_failure
 from dflash.train.continuation import load_parent
-from dflash.train.forward import DraftForward, parts
+from dflash.train.forward import DraftForward, parts, require_compiler
 from dflash.train.objective import labels_and_weights, objective
 from dflash.train.optimizer import Optimizer, learning_rate
 from dflash.train.prepare import check_tokens, drafter_config, load_checked_target
@@ -392,6 +392,7 @@ class Trainer:
     def begin(self) -> None:
         """Loads and checks everything, resumes, and writes down what will run. No batch is read before that is on disk."""
         self._check_disk()
+        require_compiler(self.params, self.context.device)
         self.samples = load_train_samples(self.dataset.directory)
         check_tokens(self.samples, self.params.target.vocab_size, self.config.mask_token_id)
         self.plan = batch_plan(self.samples, self.dataset, self.buckets)

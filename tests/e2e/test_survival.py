@@ -156,6 +156,22 @@ def test_a_signal_gives_the_prompt_back_and_leaves_training_alive(long: Workspac
     trained(long)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_while_the_snakefile_is_read_ends_with_the_same_line_and_no_traceback(
+    fresh: Workspace, number: signal.Signals
+) -> None:
+    (fresh.folder / "Snakefile").write_text("import pathlib, time\npathlib.Path('read').touch()\ntime.sleep(600)\n")
+    with running(fresh) as process:
+        wait_until(lambda: (fresh.folder / "read").exists(), what="snakemake to read the Snakefile")
+        start = time.monotonic()
+        os.kill(process.pid, number)
+        out, _ = process.communicate(timeout=30 * PATIENCE)
+        assert time.monotonic() - start < 3.0 * PATIENCE
+    assert process.returncode == 128 + number
+    assert "Traceback" not in out
+    assert out.splitlines()[-1].startswith("dflash: stopped; a training that was running goes on")
+
+
 def test_stop_ends_training_and_neither_run_nor_snakemake_revives_it(long: Workspace) -> None:
     with running(long) as process:
         wait_until(lambda: begun_training(long.results / "store"), what="first step")

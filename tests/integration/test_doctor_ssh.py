@@ -183,7 +183,7 @@ def test_a_host_that_is_not_pinned_or_cannot_be_reached_is_a_problem(two: tuple[
     done = dflash("doctor", "--host", "box", "--hosts", str(path))
     assert done.returncode == 1
     assert "bastion NOT pinned, box NOT pinned" in done.stdout
-    assert done.stderr.splitlines()[-1].endswith("See it and pin it with `dflash doctor --pin box`.")
+    assert done.stderr.splitlines()[-1].endswith(f"See it and pin it with `dflash doctor --pin box --hosts {path}`.")
     jump.stop()
     found = examine(load_inventory(path), "bastion")
     assert found.facts["reachable"] is False
@@ -197,7 +197,9 @@ def broken(tmp_path: Path, server: Sshd, **more: Any) -> list[str]:
 
 def test_a_wrong_python_is_a_problem_with_its_remedy(tmp_path: Path, sshd: Sshd) -> None:
     (problem,) = broken(tmp_path, sshd, python="/no/python")
-    assert problem.startswith("there is no program `/no/python`. Make the environment with `dflash hosts setup box`")
+    assert problem.startswith(
+        "there is no program `/no/python`. Make the environment with `dflash hosts setup box --hosts "
+    )
     old = tmp_path / "old"
     old.write_text('#!/bin/sh\n[ $1 = -m ] && exec python3 "$@"\necho 3 9 2\n')
     old.chmod(0o755)

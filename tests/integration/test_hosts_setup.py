@@ -13,9 +13,11 @@ import yaml
 from sshd import Sshd
 
 from dflash.base.errors import PermanentError
+from dflash.hosts.entry import HostEntry
 from dflash.hosts.environment_path import environment_folder
+from dflash.hosts.host import LocalHost
 from dflash.hosts.inventory import load_inventory
-from dflash.hosts.setup import set_up
+from dflash.hosts.setup import require_python, set_up
 from dflash.hosts.ssh import SshHost
 
 WHEEL = """\
@@ -115,6 +117,21 @@ def test_a_python_that_will_not_do_is_named(tmp_path: Path, sshd: Sshd) -> None:
     old.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named ensurepip' >&2\nexit 1\n")
     with pytest.raises(PermanentError, match=r"will not do: .*ensurepip.*python3-venv"):
         set_up(host_of(tmp_path, sshd, python=str(old)))
+
+
+def test_a_host_that_refuses_us_is_not_told_to_install_a_python(tmp_path: Path, sshd: Sshd) -> None:
+    host = host_of(tmp_path, sshd)
+    sshd.known_hosts.write_text("")
+    with pytest.raises(PermanentError, match=r"box: the host key of .* is not known\. See it and pin it") as refused:
+        set_up(host, python=sys.executable)
+    assert "Install python" not in refused.value.message()
+
+
+def test_a_wrap_that_is_not_there_is_not_told_to_install_a_python() -> None:
+    host = LocalHost("box", HostEntry(kind="local", wrap=["no-such-wrap", "--"]))
+    with pytest.raises(PermanentError, match="there is no program `no-such-wrap`") as refused:
+        require_python(host, "python3")
+    assert "Install python" not in refused.value.message()
 
 
 def test_the_command_needs_a_host_with_a_workdir(tmp_path: Path) -> None:

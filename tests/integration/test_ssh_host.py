@@ -280,7 +280,7 @@ def test_an_unknown_host_key_is_refused_on_every_hop(
         name = ("outer", "inner", "box")[which - 1]
         assert caught.value.message() == (
             f"box: the host key of {name} ([127.0.0.1]:{server.port}) is not known. "
-            "See it and pin it with `dflash doctor --pin box`."
+            f"See it and pin it with `dflash doctor --pin box --hosts {host.file}`."
         )
         assert not server.known_hosts.exists() or server.known_hosts.read_text() == "", "nothing is added silently"
         assert "Accepted" not in server.log.read_text(), "no key is offered to a stranger"

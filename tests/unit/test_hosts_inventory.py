@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash.base.errors import ConfigError, PermanentError
+from dflash.base.errors import ConfigError, PermanentError, TransientError
+from dflash.hosts.channel import unreachable
 from dflash.hosts.environment_path import environment_python
 from dflash.hosts.host import LocalHost
 from dflash.hosts.inventory import Inventory, load_inventory
@@ -242,3 +243,26 @@ def test_what_ssh_says_decides_whether_to_try_again(tmp_path: Path, said: str, k
     assert error.kind == kind
     assert error.message().startswith("a: ")
     assert words in error.message()
+
+
+@pytest.mark.parametrize(
+    ("file", "option"),
+    [("config/hosts.yaml", ""), ("other.yaml", " --hosts other.yaml"), ("a b.yaml", " --hosts 'a b.yaml'")],
+)
+def test_what_to_do_about_a_host_names_the_hosts_file_unless_it_is_the_one_that_is_read_anyway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_text(TWO_MACHINES)
+    for given in (Path(file), Path(file).absolute()):
+        route = load_inventory(given).route("gpu-box")
+        told = option.replace(file, str(given)) if option else ""
+        look = f"`dflash doctor --host gpu-box{told}`."
+        pin = f"`dflash doctor --pin gpu-box{told}`."
+        assert unreachable("gpu-box", route[-1], OSError("no route")).remedy.endswith(look)
+        lost = connection_error("gpu-box", route, "ssh: connect to host 10.0.0.3 port 2222: Connection refused")
+        assert isinstance(lost, TransientError)
+        assert lost.remedy.endswith(look)
+        for said in ("Host key verification failed.", f"Host key for {route[-1].known_as} has changed and you"):
+            assert connection_error("gpu-box", route, said).remedy.endswith(pin)

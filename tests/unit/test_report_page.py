@@ -20,11 +20,12 @@ from dflash.base.errors import CorruptError, PermanentError
 from dflash.base.files import write_json
 from dflash.base.stage import HostContext, Inputs
 from dflash.evaluate.metrics import COLUMNS
-from dflash.report.evidence import _tag_rows
+from dflash.report.evidence import _tag_rows, gather
 from dflash.report.figures import Series, bar_chart, line_chart, thin, tick_texts
-from dflash.report.page import visible
+from dflash.report.page import build, visible
 from dflash.report.report import TEMPLATE, run
 from dflash.report.report_params import ReportParams
+from dflash.report.tables import tidy
 
 VOID = {"meta", "link", "br", "path", "rect"}
 TEMPLATE_PATH = Path(sys.modules[run.__module__].__file__ or "").parent / TEMPLATE
@@ -431,7 +432,7 @@ def test_shipments_are_told_with_size_rate_and_whether_they_were_verified(tmp_pa
         )
     text = Outline(made.report()).text
     assert "2 shipments, 7 GB in 70 s, 100 MB/s on average; 1 of 2 verified byte by byte" in text
-    assert "train step 300 ? to judge 3.5 GB 35.0 s 100 MB/s NO" in text
+    assert "train step 300 ? to judge 3.5 GB 35 s 100 MB/s NO" in text
 
 
 def test_a_damaged_record_of_a_shipment_is_named(tmp_path: Path) -> None:
@@ -470,6 +471,24 @@ def test_the_first_screen_tells_throughput_by_role_and_hosts_are_told_by_environ
         r"Throughput by role, median of 300 steps: drafter 1[34],\d{3} tokens/s, target 2[01],\d{3} tokens/s", head
     )
     assert "environments by host" in html.lower()
+
+
+def test_steps_of_an_epoch_are_a_whole_number_and_its_time_is_told_in_a_unit_that_fits(made: Made) -> None:
+    evidence = gather(made.manifest, made.store)
+    evidence.metrics = [line.model_copy(update={"tokens": 1000, "seconds": 1.0}) for line in evidence.metrics]
+    frame = tidy(evidence.rows, "demo")
+    for steps, tokens, told in (
+        (44.0, 2_000_000, ("an epoch, 44 steps; ", " an epoch takes 33.3 min.")),
+        (44.25, 64, ("an epoch, about 44 steps; ", " an epoch takes 0.06 s.")),
+        (0.75, 2_000_000_000, ("an epoch, about 1 step; ", " an epoch takes 555.6 h.")),
+    ):
+        assert evidence.buckets is not None
+        evidence.buckets = evidence.buckets.model_copy(update={"steps_per_epoch": steps, "tokens": tokens})
+        words = build(evidence, frame, ReportParams(run="demo"), created="").bucket_words
+        assert all(part in words for part in told), words
+    assert re.search(
+        r"in \d+\.\d min of step time", build(evidence, frame, ReportParams(run="demo"), created="").training_words
+    )
 
 
 def test_a_page_of_two_hundred_evaluations_stays_under_two_megabytes(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from dflash.base.environment import collect
-from dflash.base.errors import ConfigError, PermanentError
-from dflash.base.records import Artifact, CheckpointManifest, Lineage, OutputFile, StageEntry, TensorFact
-from dflash.report.reproduce import Verdict, compare_stage, parse_steps, placed_config, require_compared
+from dflash.base.errors import ConfigError, CorruptError, PermanentError
+from dflash.base.records import Artifact, CheckpointManifest, Lineage, OutputFile, RunManifest, StageEntry, TensorFact
+from dflash.report.reproduce import Verdict, compare_stage, parse_steps, placed_config, read_manifest, require_compared
 
 
 def judged(tmp_path: Path, names: list[str], recorded: Path | None, host: str = "local") -> Verdict:
@@ -52,6 +52,44 @@ def test_other_bytes_of_another_type_are_not_compared_and_not_counted(tmp_path: 
 def test_a_verdict_on_nothing_is_refused(tmp_path: Path, made: Path) -> None:
     with pytest.raises(PermanentError, match="nothing could be compared"):
         require_compared(judged(tmp_path, ["a.parquet"], made), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nosuch.json", "empty"])
+def test_a_manifest_that_is_not_there_is_bad_input(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=rf"{name}.*: there is no such file\. Give a run's manifest\.json") as raised:
+        read_manifest(tmp_path / name)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("environments", "told"),
+    [([], "`environments` is empty"), (["local/b"], "`environments` does not hold local/a, where dataset was made")],
+)
+def test_a_manifest_without_where_a_result_was_made_is_refused_with_file_and_key(
+    tmp_path: Path, environments: list[str], told: str
+) -> None:
+    entry = StageEntry(name="dataset", stage="dataset", key="a" * 12, receipts={})
+    if environments:
+        entry.environments[""] = "local/a"
+    manifest = RunManifest(
+        run="demo",
+        runkey="b" * 12,
+        created="",
+        config={},
+        source={"run": "demo"},
+        params_files={},
+        stages=[entry],
+        steps=[],
+        git={},
+        environments=dict.fromkeys(environments, collect()),
+        adoptions=[],
+        determinism="bitwise",
+    )
+    manifest.write(tmp_path / "manifest.json")
+    with pytest.raises(CorruptError) as raised:
+        read_manifest(tmp_path)
+    assert raised.value.message().startswith(f"{tmp_path / 'manifest.json'}: {told}.")
 
 
 def test_other_drafters_and_the_parent_dataset_are_found_where_the_command_was_given(tmp_path: Path) -> None:

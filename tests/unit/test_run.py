@@ -1,18 +1,24 @@
-"""What `dflash run` refuses before it starts anything."""
+"""What `dflash run` refuses before it starts anything, and how it is interrupted."""
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 from plan_store import make_folder, plan_of
 
+from dflash import __main__ as entry
 from dflash import run as workflow
 from dflash.base.errors import PermanentError
 from dflash.base.records import Receipt, StopMarker
 from dflash.plan.graph import Plan
-from dflash.run import RunOptions, require_ready, run
+from dflash.run import RunOptions, print_plan, require_ready, run
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +70,9 @@ def test_deep_has_other_hosts_read_every_byte(monkeypatch: pytest.MonkeyPatch, d
     assert asked == [deep]
 
 
-def test_the_workflow_itself_does_not_begin_a_training_anew_whose_role_moved_unless_nothing_is_missing() -> None:
+def test_the_workflow_itself_does_not_begin_a_training_anew_whose_role_moved_unless_nothing_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     hosts = {name: {"kind": "local", "workdir": f"/srv/{name}", "device": "cpu"} for name in ("a", "b")}
 
     def plan_on(host: str) -> Plan:
@@ -94,6 +102,51 @@ def test_the_workflow_itself_does_not_begin_a_training_anew_whose_role_moved_unl
     with pytest.raises(PermanentError, match=f"training {train.key} was begun on a, and roles.gpu is b now") as refused:
         require_ready(plan_on("b"))
     assert "`dflash run` carries it over to b" in refused.value.message()
+    print_plan(plan_on("b"))
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"training {train.key} of run micro lives on a, and roles.gpu is b in hosts.yaml: `dflash run` without -n carries it "
+        "over to b; to keep it where it is, set the role to a"
+    )
     for step in train.steps[1:]:
         stand(step)
     require_ready(plan_on("b"))
+
+
+@pytest.fixture
+def interrupt() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupt")
+@pytest.mark.parametrize(
+    ("command", "before", "then"),
+    [
+        ("run", signal.default_int_handler, signal.default_int_handler),
+        ("stage", signal.SIG_IGN, signal.default_int_handler),  # as the rules start it
+        ("run", signal.SIG_IGN, signal.SIG_IGN),  # in the background of a script
+    ],
+)
+def test_ctrl_c_ends_a_command_unless_whoever_started_it_wants_otherwise(
+    monkeypatch: pytest.MonkeyPatch, command: str, before: Any, then: Any
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["dflash", command])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(typer.main, "get_command", lambda _: lambda: seen.append(signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, before)
+    entry.main()
+    assert seen == [then]
+
+
+def test_ctrl_c_between_two_rounds_says_that_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    plan_of()
+    monkeypatch.setattr(workflow, "run_snakemake", interrupted)
+    assert run(RunOptions([Path("config.yaml")])) == 128 + signal.SIGINT
+    assert capsys.readouterr().err.splitlines()[-1] == f"dflash: {workflow.STOPPED}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from dflash.data.batches import Batch, BatchPlan, load_train_samples
 from dflash.data.buckets_params import BucketsParams
 from dflash.model import drafter
 from dflash.model.drafter import Drafter
-from dflash.train import forward
-from dflash.train.forward import Shape, aligned, bucket_shapes, parts
+from dflash.train import forward, trainer
+from dflash.train.forward import Shape, aligned, bucket_shapes, parts, require_compiler
 from dflash.train.trainer import drafter_config, load_checked_target
 
 torch.set_num_threads(1)
@@ -208,3 +209,54 @@ def test_fused_kernels_teach_the_same_at_any_length(
     assert largest_difference(plain, other, 4) < 1e-10
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert 4 <= graphs <= 12, "norms of two ranks, rotary positions, SwiGLU, the loss; not one a length"
+
+
+@pytest.mark.parametrize(
+    ("placed", "device", "told"),
+    [
+        (
+            {"fuse": True},
+            "cpu",
+            r"train\.fuse: `train\.fuse: true` needs a C\+\+ compiler, .*\(g\+\+\)\. Install one \(Debian: g\+\+\)",
+        ),
+        ({"fuse": True, "compile": True}, "cpu", "or set train.fuse to false and train.compile to false; the weights"),
+        (
+            {"attention": "flex"},
+            "cuda:0",
+            r"`train\.attention: flex` needs a C compiler.*, or set train\.attention to sdpa;",
+        ),
+    ],
+)
+def test_without_a_compiler_what_must_be_compiled_is_refused_before_anything_is_loaded(
+    plain: Training, monkeypatch: pytest.MonkeyPatch, placed: dict[str, Any], device: str, told: str
+) -> None:
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PermanentError, match=told):
+        require_compiler(plain.params(**placed), device)
+    require_compiler(plain.params(), device)
+    require_compiler(plain.params(attention="flex"), "cpu")
+    monkeypatch.setenv("CC" if device.startswith("cuda") else "CXX", sys.executable)
+    require_compiler(plain.params(**placed), device)
+
+
+def test_a_fused_training_without_a_compiler_ends_for_good_before_a_target_is_loaded(
+    plain: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(trainer, "load_checked_target", lambda *_: pytest.fail("a target was loaded"))
+    with pytest.raises(PermanentError, match=r"needs a C\+\+ compiler, and there is none here \(no-such-compiler\)"):
+        again(plain, tmp_path).run(1, fuse=True)
+
+
+def test_a_kernel_that_cannot_be_compiled_is_no_matter_of_another_attempt() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no room")
+
+    drafter.fused.cache_clear()
+    torch._dynamo.reset()
+    with pytest.raises(
+        PermanentError, match=r"train\.fuse: `gated` cannot be compiled: .*no room.* Set train\.fuse to false"
+    ):
+        drafter.fused(drafter.gated, broken)(torch.ones(2, 3), torch.ones(2, 3))

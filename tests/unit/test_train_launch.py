@@ -99,11 +99,13 @@ def test_a_step_added_while_the_trainer_is_ending_starts_another(training: Train
 
 def test_a_stopped_training_is_not_revived_and_the_message_says_what_to_do(training: Training) -> None:
     marker = launch.stop(training.directory, "demo")
+    schedule.write_status(training.directory, schedule.Status(attempt=1, step=1234, lease_pid=1, lease_start=""))
     with pytest.raises(PermanentError) as refused:
         training.ensure_alive(4)
     said = refused.value.message()
-    assert said.endswith("`dflash run --resume` continues it, `dflash stop demo --finish` reports what exists.")
-    assert f"run demo was stopped by {marker.by} at {marker.at}" in said
+    assert "`dflash run --resume` continues it, `dflash stop demo --finish` reports what exists" in said
+    assert said.endswith("with the --configfile that the run was begun with.")
+    assert f"run demo was stopped by {marker.by} at {marker.at}, after step 1,234" in said
     assert starts() == []
     assert schedule.read_schedule(training.directory) == []
     launch.clear_stop(training.directory)

@@ -30,9 +30,11 @@ STORE = f"{RESULTS}/store"
 # Draw the whole graph for `--dag` and `--rulegraph`, fresh results included: `--config full_dag=1`.
 FULL = bool(workflow.config_settings.config.get("full_dag"))
 # What every stage rule runs. `exec`, so that the stage is the child that Snakemake signals and waits for; stderr goes to
-# the terminal and to the log.
-STAGE = f"exec {sys.executable} -m dflash stage"
-SHIP = f"exec {sys.executable} -m dflash ship-result"
+# the terminal and to the log. Ctrl-C counts from where `dflash/__main__.py` begins, so that no interpreter that is just
+# starting answers it with a traceback.
+DFLASH = f"trap '' INT; exec {sys.executable} -m dflash"
+STAGE = f"{DFLASH} stage"
+SHIP = f"{DFLASH} ship-result"
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [ROOT, os.environ.get("PYTHONPATH")])

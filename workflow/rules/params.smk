@@ -17,7 +17,7 @@ rule params:
     params:
         document=lambda wildcards: TARGETS.params_document(wildcards.stage, wildcards),
     shell:
-        "exec {sys.executable} -m dflash write-params {output} {params.document:q}"
+        "{DFLASH} write-params {output} {params.document:q}"
 
 
 rule run_params:
@@ -27,4 +27,4 @@ rule run_params:
     params:
         document=lambda wildcards: TARGETS.params_document("report", wildcards),
     shell:
-        "exec {sys.executable} -m dflash write-params {output} {params.document:q}"
+        "{DFLASH} write-params {output} {params.document:q}"

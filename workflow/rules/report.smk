@@ -28,7 +28,7 @@ rule manifest:
     params:
         source=lambda wildcards: TARGETS.source(wildcards),
     shell:
-        "exec {sys.executable} -m dflash write-manifest {input.params} --store {STORE} --source {params.source:q} "
+        "{DFLASH} write-manifest {input.params} --store {STORE} --source {params.source:q} "
         "2> >(tee {log} >&2)"
 
 
