@@ -43,7 +43,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[tup
     space = make_workspace(tmp_path_factory.mktemp("story") / "work", cache)
     demo = source_root() / "config/demo"
     space.config["target"] = {"path": str(demo / "target")}
-    space.write_config(run="first")
+    space.write_config(run="first", train={"schedule_steps": 4, "checkpoint_every": 4})
     space.call("run", timeout=600)
     more = space.folder / "config/micro/more.jsonl"
     more.write_text("".join((demo / "prompts/records.jsonl").read_text().splitlines(keepends=True)[:9]))

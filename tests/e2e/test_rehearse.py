@@ -193,8 +193,9 @@ def test_a_live_training_is_not_disturbed_and_the_rehearsal_says_whose_it_is(far
     assert not list(far.store("trainbox").glob(".rehearsal-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-@pytest.mark.parametrize("where", ["local", "hosts"])
+@pytest.mark.parametrize(
+    ("where", "number"), [("local", signal.SIGINT), ("hosts", signal.SIGTERM)], ids=["local-ctrl-c", "hosts-sigterm"]
+)
 def test_an_interrupted_rehearsal_leaves_no_folder_and_no_process(
     far: Spread, where: str, number: signal.Signals
 ) -> None:

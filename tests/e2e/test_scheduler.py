@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,15 +36,16 @@ def test_the_slurm_profile_plans_the_same_jobs(fresh: Workspace) -> None:
     assert not fresh.results.exists()
 
 
-def test_jobs_submitted_to_a_scheduler_train_in_foreground_segments(fresh: Workspace, finished_run: Workspace) -> None:
+def test_jobs_submitted_to_a_scheduler_train_in_foreground_segments(begun: Workspace, finished_run: Workspace) -> None:
     pytest.importorskip("snakemake_executor_plugin_cluster_generic")
-    (fresh.folder / "submit.sh").write_text(SUBMIT)
+    shutil.rmtree(begun.results / "store/buckets")
+    (begun.folder / "submit.sh").write_text(SUBMIT)
     command = [sys.executable, "-m", "snakemake", "-s", str(source_root() / "Snakefile"), "--jobs", "3"]
     command += ["--executor", "cluster-generic", "--cluster-generic-submit-cmd", "sh submit.sh"]
     command += ["--cores", "3", "--scheduler", "greedy", "--rerun-triggers", "mtime", "--latency-wait", "20"]
-    fresh._run([*command, "--workflow-profile", "none"], 0, 800)
-    assert contents(fresh) == contents(finished_run)
-    directory = fresh.train_directory()
+    begun._run([*command, "--workflow-profile", "none"], 0, 800)
+    assert contents(begun) == contents(finished_run)
+    directory = begun.train_directory()
     ends = [json.loads(path.read_text()) for path in sorted(directory.glob("attempts/*.json"))]
     assert [end["exit"] for end in ends] == [0, 0, 0], "one segment a checkpoint, each ended by itself"
     assert [line.step for line in last_attempts(directory / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
