@@ -474,7 +474,8 @@ def test_a_killed_server_is_not_taken_for_a_clean_end(host: SshHost, sshd: Sshd)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["pull", "push", "idle"])
 def test_a_link_that_dies_in_the_middle_is_noticed_within_twenty_seconds(tmp_path: Path, sshd: Sshd, way: str) -> None:
-    argv = {"pull": ["cat", "/dev/zero"], "push": ["sh", "-c", "cat >/dev/null"], "idle": ["sleep", "60"]}[way]
+    work = {"pull": "cat /dev/zero", "push": "cat >/dev/null", "idle": "sleep 60"}[way]
+    argv = ["sh", "-c", f"echo begun >&2; {work}"]
     with (
         Proxy(sshd.address, sshd.port) as proxy,
         Path("/dev/zero" if way == "push" else os.devnull).open("rb") as stdin,
@@ -486,7 +487,10 @@ def test_a_link_that_dies_in_the_middle_is_noticed_within_twenty_seconds(tmp_pat
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            bufsize=0,
         )
+        assert client.stderr is not None
+        assert client.stderr.readline() == b"begun\n"
         with host.channel(argv) as channel:
             threading.Timer(0.5, proxy.blackhole).start()
             started = time.monotonic()
