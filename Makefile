@@ -23,7 +23,7 @@ run-two-hosts: $(VENV)/ready
 # Files in their order: the end-to-end tests, which are few and long, begin first, and short ones fill up the end.
 test: lint
 	DFLASH_ZLAB_PATH=$(CURDIR)/$(VENV)/oracles/zlab DFLASH_FLA_PATH=$(CURDIR)/$(VENV)/oracles/fla \
-	  $(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	  $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check dflash tests config

@@ -9,20 +9,20 @@ from conftest import Workspace  # type: ignore[import-not-found]
 
 
 def test_columns_join_a_finished_run_without_training_again(finished: Workspace) -> None:
-    early = finished.train_directory() / "step_2" / "drafter"
+    early = finished.train_directory() / "step_4" / "drafter"
     shutil.copytree(early, finished.folder / "theirs")
     drafters = [{"name": "theirs", "path": "theirs"}]
     spread = {"target_devices": ["cpu", "cpu"]}  # placement: the references under `torch` stand
     judged = {"drafters": drafters, "kernels": ["torch", "torch_recurrent"], "online": {"prompts": 2, "budget": 4}}
     finished.write_config(references=spread, evaluate={**judged, **spread})
-    assert finished.reruns() == ["evaluate:2", "evaluate:4", "evaluate:6", "references", "report"]
+    assert finished.reruns() == ["evaluate:4", "evaluate:6", "references", "report"]
     latest = finished.results / "runs/micro/latest"
     frame = pd.read_csv(latest / "evaluations.csv")
     tau = frame[(frame["metric"] == "tau_pooled") & (frame["length_bucket"] == "all") & (frame["method"] == "chain")]
     tau = tau[(tau["convention"] == "committed_with_bonus") & (tau["kernel"] == "torch")].set_index(["step", "drafter"])
     assert set(tau.index.get_level_values("drafter")) == {"trained", "theirs"}
-    at_two = tau.loc[(2, "trained"), "value"]
-    assert [tau.loc[(step, "theirs"), "value"] for step in (2, 4, 6)] == [at_two] * 3
+    at_four = tau.loc[(4, "trained"), "value"]
+    assert [tau.loc[(step, "theirs"), "value"] for step in (4, 6)] == [at_four] * 2
     gap = frame[frame["metric"] == "tau_difference"]
     assert set(gap["kernel"]) == {"torch_recurrent-torch"}
     assert (gap["value"] == 0).all(), "a dense target has no linear attention"
@@ -36,7 +36,7 @@ def test_columns_join_a_finished_run_without_training_again(finished: Workspace)
 
 
 def test_another_drafter_that_reads_other_layers_has_its_features_made(finished: Workspace) -> None:
-    config = finished.train_directory() / "step_2" / "drafter"
+    config = finished.train_directory() / "step_4" / "drafter"
     shutil.copytree(config, finished.folder / "theirs")
     file = finished.folder / "theirs" / "config.json"
     text = "".join(file.read_text().split())

@@ -35,6 +35,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Workspace:
         else:
             shutil.copy2(source, folder / name)
     space.code = folder
+    space.write_config(train={"checkpoint_every": 2})
     (folder / ".gitignore").write_text("results/\n.snakemake/\n__pycache__/\n")
     git(folder, "init", "-q")
     git(folder, "add", "-A")

@@ -29,7 +29,7 @@ def test_the_slurm_profile_plans_the_same_jobs(fresh: Workspace) -> None:
     profile = ["--workflow-profile", str(source_root() / "profiles/slurm")]
     command = [sys.executable, "-m", "snakemake", "-s", str(source_root() / "Snakefile"), *profile, "-n"]
     done = fresh._run(command, 0, 240)
-    for rule, count in (("checkpoint_step", 3), ("evaluate", 3), ("completions", 1), ("report", 1)):
+    for rule, count in (("checkpoint_step", 2), ("evaluate", 2), ("completions", 1), ("report", 1)):
         assert f"rule {rule}:" in done.stdout + done.stderr
         assert (done.stdout + done.stderr).count(f"rule {rule}:") == count
     assert "gres=gpu:1" in done.stdout + done.stderr
@@ -47,7 +47,7 @@ def test_jobs_submitted_to_a_scheduler_train_in_foreground_segments(begun: Works
     assert contents(begun) == contents(finished_run)
     directory = begun.train_directory()
     ends = [json.loads(path.read_text()) for path in sorted(directory.glob("attempts/*.json"))]
-    assert [end["exit"] for end in ends] == [0, 0, 0], "one segment a checkpoint, each ended by itself"
+    assert [end["exit"] for end in ends] == [0, 0], "one segment a checkpoint, each ended by itself"
     assert [line.step for line in last_attempts(directory / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert ids(directory) == ids(finished_run.train_directory())
 

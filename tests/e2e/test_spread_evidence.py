@@ -38,9 +38,9 @@ def test_a_finished_run_is_shown_by_host_and_no_host_is_asked(spread: Spread) ->
     before = connections(spread)
     done = spread.call("watch", "micro")
     assert "run micro: done" in done.stdout
-    assert "trained on: trainbox 3 of 3" in done.stdout
-    assert "shipped to: judge 3 of 3" in done.stdout
-    assert "evaluated on: judge 3 of 3" in done.stdout
+    assert "trained on: trainbox 2 of 2" in done.stdout
+    assert "shipped to: judge 2 of 2" in done.stdout
+    assert "evaluated on: judge 2 of 2" in done.stdout
     assert "trained on trainbox -> shipped to judge -> evaluated on judge, tau" in done.stdout
     assert connections(spread) == before
 

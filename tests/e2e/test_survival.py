@@ -234,12 +234,12 @@ def test_a_thousand_checkpoints_can_be_planned(fresh: Workspace) -> None:
 def test_continue_from_another_training(finished: Workspace) -> None:
     parent = finished.node("train")["key"]
     finished.write_config(train={"continue_from": {"key": parent, "step": 6}, "schedule_steps": 4, "lr": 1e-4})
-    assert {"train:2", "train:4"} <= set(finished.reruns())
+    assert "train:4" in finished.reruns()
     child = finished.node("train")["key"]
     assert child != parent
-    manifest = json.loads((finished.results / f"store/train/{child}/step_2/manifest.json").read_text())
+    manifest = json.loads((finished.results / f"store/train/{child}/step_4/manifest.json").read_text())
     assert manifest["lineage"]["parent"]["key"] == parent
     finished.write_config(train={"continue_from": {"key": parent, "step": 5}})
-    assert "2, 4, 6" in finished.call("run", expect=2).stderr
+    assert "4, 6" in finished.call("run", expect=2).stderr
     finished.write_config(train={"continue_from": {"key": parent, "step": 6}, "target_layer_ids": [2, 3]})
     assert "target_layer_ids" in finished.call("run", expect=2).stderr

@@ -13,8 +13,8 @@ from conftest import PATIENCE, Workspace  # type: ignore[import-not-found]
 
 from dflash.base.files import sha256_file
 
-EVALUATED = ["evaluate:2", "evaluate:4", "evaluate:6"]
-TRAINED = ["train:2", "train:4", "train:6"]
+EVALUATED = ["evaluate:4", "evaluate:6"]
+TRAINED = ["train:4", "train:6"]
 
 
 def test_nothing_changed_reruns_nothing_in_under_three_seconds(finished: Workspace) -> None:
@@ -143,7 +143,7 @@ def test_a_lost_snakemake_folder_makes_nothing_stale(finished: Workspace) -> Non
 
 def test_raising_stop_at_trains_only_the_new_steps(begun: Workspace) -> None:
     begun.write_config(train={"stop_at": 4})
-    assert {"train:2", "train:4"} <= set(begun.reruns())
+    assert "train:4" in begun.reruns()
     begun.write_config(train={"stop_at": 6})
     assert begun.reruns() == ["evaluate:6", "report", "train:6"]
     assert begun.attempts() == 2
@@ -168,12 +168,12 @@ def test_a_deleted_output_is_made_again_and_nothing_downstream(finished: Workspa
 
 
 def test_a_lost_receipt_reruns_that_job_alone(finished: Workspace) -> None:
-    for step in (2, 4):
+    for step in (4, 6):
         next(finished.results.glob(f"store/evaluate/*/step_{step}.json")).unlink()
     next(finished.results.glob("store/train/*/receipts/step_4.json")).unlink()
     before = finished.receipts()
     finished.snakemake()
-    assert finished.made_since(before) == ["evaluate:2", "evaluate:4", "train:4"]
+    assert finished.made_since(before) == ["evaluate:4", "evaluate:6", "train:4"]
     assert finished.attempts() == 1
 
 
@@ -241,7 +241,7 @@ def test_a_step_that_training_has_passed_unsaved_is_refused_with_the_steps_that_
     before = finished.receipts()
     for refused in (finished.call("run", expect=1), finished.call("plan", expect=1), finished.snakemake(expect=1)):
         assert "passed step 3 without saving it" in refused.stderr
-        assert "saved are 2, 4, 6" in refused.stderr
+        assert "saved are 4, 6" in refused.stderr
     assert finished.made_since(before) == []
 
 
