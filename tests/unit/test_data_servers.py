@@ -41,7 +41,7 @@ def doubles() -> Iterator[Callable[[Plan], Double]]:
 
 def ask(*urls: str, requests: list[Request] = REQUESTS, **values: Any) -> tuple[dict[str, Any], dict[str, Any], Client]:
     """(answers, refusals, client) of all requests, in batches of ten."""
-    servers = Servers(urls, **{"timeout": 0.4, "deadline": 8.0, "pause": 0.05, "concurrency": 8, **values})
+    servers = Servers(urls, **{"timeout": 2.0, "deadline": 8.0, "pause": 0.05, "concurrency": 8, **values})
     client = Client(servers, Sampling(50, 0.0, [END]), target().tokenizer)
     answers: dict[str, Any] = {}
     refusals: dict[str, Any] = {}
