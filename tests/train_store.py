@@ -190,6 +190,11 @@ def again(training: Training, root: Path) -> Training:
     return replace(training, store=store, directory=moved)
 
 
+def saved(training: Training, step: int) -> bool:
+    """Whether the state is on the disk, which may be some steps after the step: it is written while training goes on."""
+    return step in schedule.resumable_steps(training.directory)
+
+
 def wait_until(holds: Callable[[], Any], seconds: float = 120.0) -> Any:
     """Waits for something to become true and returns it."""
     deadline = time.monotonic() + seconds

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_store import Training, again, make_training, python, wait_until
+from train_store import Training, again, make_training, python, saved, wait_until
 
 from dflash.base.errors import PermanentError, TransientError
 from dflash.base.records import last_attempts
@@ -41,11 +41,6 @@ def training(tmp_path: Path) -> Iterator[Training]:
 def reached(training: Training, step: int, attempt: int = 1) -> bool:
     line = launch.last_metrics(training.directory / "metrics.jsonl")
     return line is not None and line.attempt == attempt and line.step >= step
-
-
-def saved(training: Training, step: int) -> bool:
-    """Whether the state is on the disk, which may be some steps after the step: it is written while training goes on."""
-    return step in schedule.resumable_steps(training.directory)
 
 
 def record(training: Training, number: int) -> attempts.Attempt:

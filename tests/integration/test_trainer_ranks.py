@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from rank_store import run_topology
-from train_store import Training, again, make_training, wait_until
+from train_store import Training, again, make_training, saved, wait_until
 
 from dflash.base.errors import TransientError
 from dflash.base.records import last_attempts
@@ -28,11 +28,6 @@ TOPOLOGY = {"targets": 2, "drafters": 2, "colocate": False}
 def reached(training: Training, step: int, attempt: int) -> bool:
     line = launch.last_metrics(training.directory / "metrics.jsonl")
     return line is not None and line.attempt == attempt and line.step >= step
-
-
-def saved(training: Training, step: int) -> bool:
-    """Whether the state is on the disk, which may be some steps after the step: it is written while training goes on."""
-    return step in schedule.resumable_steps(training.directory)
 
 
 def record(training: Training, number: int) -> attempts.Attempt:
